@@ -24,6 +24,7 @@ pub mod watch;
 
 use std::{sync::Arc, time::Duration};
 
+use futures_util::stream::BoxStream;
 use tokio::sync::{Semaphore, watch as watch_channel};
 use tonic::{Status, service::Routes};
 use tonic_health::{ServingStatus, server::HealthReporter};
@@ -70,6 +71,9 @@ const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
 /// Maximum size of requests without keys and values. A limit of 2 MiB would allow a million fields, whose decoding
 /// takes tens of milliseconds.
 const SMALL_MESSAGE_BYTES: usize = 256 << 10;
+
+/// The responses of a call that streams them.
+type Responses<T> = BoxStream<'static, Result<T, Status>>;
 
 /// Settings of the services.
 #[derive(Clone, Debug)]

@@ -9,27 +9,33 @@ mod endpoint;
 mod etcd_only;
 mod file;
 mod flags;
+mod origin;
+mod tls;
 mod values;
 mod variables;
 
 use std::{path::PathBuf, time::Duration};
 
-use figment::{
-    Figment,
-    providers::{Format as _, Serialized, Toml, Yaml},
-};
+use figment::{Figment, providers::Serialized};
 use serde::{Deserialize, Serialize};
 
 pub use self::{
     auth_token::{AuthToken, Jwt},
-    etcd_only::{deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes},
+    etcd_only::{
+        IgnoredFlags, deprecated_flags, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values,
+    },
     flags::{DatastoreFlags, Flags},
+    origin::Origin,
     values::{
         AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
         Retention, Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
     },
 };
-use self::{file::ConfigFile, variables::Variables};
+use self::{
+    etcd_only::members,
+    file::{ConfigFile, Language},
+    variables::Variables,
+};
 
 /// All settings, with their defaults.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
@@ -57,6 +63,10 @@ pub struct Settings {
     pub console_listen_url: Urls,
     /// Names under which browsers may request the page, in addition to its addresses.
     pub console_allowed_hosts: List<String>,
+    /// Origins whose pages may read responses of HTTP. Empty: all.
+    pub cors: List<Origin>,
+    /// Hosts of requests of HTTP without TLS. Empty or with `*`: all.
+    pub host_whitelist: List<String>,
     /// Empty: the listen addresses.
     pub advertise_client_urls: Urls,
     /// Bytes.
@@ -97,6 +107,7 @@ pub struct Settings {
     /// Bytes; 0: no limit.
     #[serde(deserialize_with = "values::bytes")]
     pub history_bytes: u64,
+    /// 0: no limit.
     pub max_concurrent_streams: u32,
     pub grpc_keepalive_interval: Interval,
     pub grpc_keepalive_timeout: Interval,
@@ -130,10 +141,8 @@ pub struct Settings {
     pub tls_max_version: TlsVersion,
     pub auth_token: AuthToken,
     /// Seconds; 0: the default.
-    #[serde(deserialize_with = "values::bytes")]
     pub auth_token_ttl: u64,
     /// A cost that bcrypt does not accept means the default, as in etcd.
-    #[serde(deserialize_with = "values::bytes")]
     pub bcrypt_cost: u64,
 }
 
@@ -152,6 +161,8 @@ impl Default for Settings {
             unix_socket_mode: FileMode(0o600),
             console_listen_url: List::default(),
             console_allowed_hosts: List::default(),
+            cors: List::default(),
+            host_whitelist: List::default(),
             advertise_client_urls: List::default(),
             max_request_bytes: 1_572_864,
             max_txn_ops: 128,
@@ -214,6 +225,8 @@ pub struct Notices {
     pub unrecognized: Vec<String>,
     /// Names of etcd's settings that etcd has renamed or dropped.
     pub deprecated: Vec<String>,
+    /// The members that `initial-cluster` names.
+    pub initial_cluster: Option<String>,
 }
 
 impl Settings {
@@ -232,17 +245,19 @@ impl Settings {
         let variables = Variables::read(variables)?;
         let mut figment = Self::defaults(&variables);
         let mut notices = Notices::default();
-        let file = flags.datastore.config_file.clone().or_else(|| std::env::var_os("ETCD_CONFIG_FILE").map(Into::into));
-        if let Some(file) = file {
-            let file = ConfigFile::read(&file)?;
+        let etcds_file = std::env::var_os("ETCD_CONFIG_FILE").filter(|file| !file.is_empty()).map(PathBuf::from);
+        if let Some(file) = flags.datastore.config_file().or(etcds_file.as_deref()) {
+            let file = ConfigFile::read(file)?;
             notices.ignored.extend(file.ignored.iter().cloned());
             notices.deprecated.extend(file.deprecated.iter().cloned());
+            notices.initial_cluster.clone_from(&file.initial_cluster);
             figment = figment.merge(file);
         }
         variables.check_flags(flags)?;
         notices.ignored.extend(variables.ignored.iter().cloned());
         notices.unrecognized.extend(variables.unrecognized.iter().cloned());
         notices.deprecated.extend(variables.deprecated.iter().cloned());
+        notices.initial_cluster = variables.initial_cluster.clone().or(notices.initial_cluster);
         Ok((Self::merge(figment, &variables, flags)?, notices))
     }
 
@@ -257,22 +272,22 @@ impl Settings {
         let variables = Variables::read(variables)?;
         let mut figment = Self::defaults(&variables);
         if let Some(text) = toml {
-            figment = figment.merge(ConfigFile::of(&Toml::string(text))?);
+            figment = figment.merge(ConfigFile::of(text, Language::Toml)?);
         }
         if let Some(text) = yaml {
-            figment = figment.merge(ConfigFile::of(&Yaml::string(text))?);
+            figment = figment.merge(ConfigFile::of(text, Language::Yaml)?);
         }
         Self::merge(figment, &variables, flags)
     }
 
     /// Returns the settings where nothing was set.
     fn defaults(variables: &Variables) -> Figment {
-        Figment::from(Serialized::defaults(Self::default())).merge(Serialized::defaults(&variables.defaults))
+        Figment::from(Serialized::defaults(Self::default())).merge(&variables.defaults)
     }
 
     fn merge(earlier: Figment, variables: &Variables, flags: &Flags) -> Result<Self, String> {
         let sources = [&variables.etcd, &variables.orlop, flags];
-        let figment = sources.iter().fold(earlier, |figment, source| figment.merge(Serialized::defaults(source)));
+        let figment = sources.into_iter().fold(earlier, |figment, source| figment.merge(source));
         let mut settings: Self = figment.extract().map_err(|error| error.to_string())?;
         if let Some(url) = settings.kine_url()? {
             if settings.listen_client_urls == Self::default().listen_client_urls {
@@ -350,6 +365,12 @@ impl Settings {
                 self.distributed_tracing_sampling_rate
             ));
         }
+        if self.enable_distributed_tracing && self.distributed_tracing_address.contains("://") {
+            return Err(format!(
+                "distributed-tracing-address must be HOST:PORT without a scheme, got {:?}",
+                self.distributed_tracing_address
+            ));
+        }
         if self.datastore_connections == 0 {
             return Err("datastore-connections must be at least 1, got 0".to_owned());
         }
@@ -368,68 +389,6 @@ impl Settings {
             )),
             Some(_) | None => Ok(()),
         }
-    }
-
-    /// Returns the TLS settings of https and unixs addresses, if there are any.
-    ///
-    /// # Errors
-    ///
-    /// If a setting is given without another one that it requires.
-    pub fn tls(&self) -> Result<Option<Tls>, String> {
-        let given = |file: &PathBuf| (!file.as_os_str().is_empty()).then(|| file.clone());
-        let versions = (self.tls_min_version, self.tls_max_version);
-        if versions == (TlsVersion::Tls13, TlsVersion::Tls12) {
-            return Err("tls-min-version TLS1.3 is above tls-max-version TLS1.2".to_owned());
-        }
-        let clients = self.tls_clients()?;
-        let (cert_file, key_file, self_signed) = match (given(&self.cert_file), given(&self.key_file)) {
-            (Some(cert_file), Some(key_file)) => (cert_file, key_file, None),
-            (None, None) if self.auto_tls => {
-                // etcd's directory.
-                let folder = self.data_dir.join("fixtures/client");
-                (folder.join("cert.pem"), folder.join("key.pem"), Some(self.self_signed()))
-            }
-            (None, None) if clients.is_none() => return Ok(None),
-            (None, None) => return Err("trusted-ca-file requires cert-file and key-file".to_owned()),
-            (Some(_), None) => return Err("cert-file requires key-file, the private key of the certificate".to_owned()),
-            (None, Some(_)) => return Err("key-file requires cert-file, the certificate of the private key".to_owned()),
-        };
-        let cipher_suites = self.cipher_suites.0.clone();
-        Ok(Some(Tls { cert_file, key_file, self_signed, clients, versions, cipher_suites }))
-    }
-
-    fn tls_clients(&self) -> Result<Option<TlsClients>, String> {
-        let has_crl = !self.client_crl_file.as_os_str().is_empty();
-        if self.trusted_ca_file.as_os_str().is_empty() {
-            for (given, setting) in [
-                (self.client_cert_auth, "client-cert-auth"),
-                (has_crl, "client-crl-file"),
-                (!self.client_cert_allowed_hostname.0.is_empty(), "client-cert-allowed-hostname"),
-            ] {
-                if given {
-                    return Err(format!(
-                        "{setting} requires trusted-ca-file, the root certificates for verifying clients"
-                    ));
-                }
-            }
-            return Ok(None);
-        }
-        Ok(Some(TlsClients {
-            trusted_ca_file: self.trusted_ca_file.clone(),
-            crl_file: has_crl.then(|| self.client_crl_file.clone()),
-            allowed_hostnames: self.client_cert_allowed_hostname.0.clone(),
-        }))
-    }
-
-    /// Returns the settings of a self-signed certificate for all known host names of the server.
-    fn self_signed(&self) -> SelfSigned {
-        let urls = self.listen_client_urls.0.iter().chain(&self.advertise_client_urls.0);
-        let mut hosts: Vec<String> = urls.filter_map(|url| url.host()).map(str::to_owned).collect();
-        hosts.extend(["localhost", "127.0.0.1", "::1"].map(str::to_owned));
-        hosts.retain(|host| !host.is_empty());
-        hosts.sort();
-        hosts.dedup();
-        SelfSigned { hosts, validity_years: self.self_signed_cert_validity }
     }
 
     /// Returns the history that automatic compaction keeps; `None` if it is disabled.
@@ -456,6 +415,21 @@ impl Settings {
             ),
         };
         Ok(if retention == Retention::Time(Duration::ZERO) { None } else { Some(retention) })
+    }
+
+    /// Checks that the database may have as many instances as `initial-cluster` names members. An empty text names none.
+    ///
+    /// # Errors
+    ///
+    /// If it names several, and the database is SQLite: each instance would have a store of its own.
+    pub fn check_members(&self, initial_cluster: &str) -> Result<(), String> {
+        match (members(initial_cluster), self.datastore()?) {
+            (0 | 1, _) | (_, Datastore::Postgres(_)) => Ok(()),
+            (members, Datastore::Sqlite(_)) => Err(format!(
+                "initial-cluster names {members} members, but SQLite serves one instance: set datastore-endpoint to a \
+                 postgres:// URL, which instances share, or name one member"
+            )),
+        }
     }
 
     /// Returns the configured name, or one that is unique among instances on one database and survives restarts.

@@ -17,6 +17,7 @@ use std::process::ExitCode;
 
 use clap::ValueEnum;
 
+pub(crate) use self::selection::shown_key;
 pub use self::{compare::DiffArgs, get::GetArgs, rewind::RewindArgs, versions::HistoryArgs};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -2,6 +2,7 @@
 //!
 //! These endpoints only call [`crate::api`] and [`orlop_core::store`]; no behaviour of etcd is implemented here.
 
+mod access;
 mod debug;
 pub mod gateway;
 mod health;
@@ -14,19 +15,23 @@ use std::sync::Arc;
 use axum::{
     Router,
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header},
-    middleware::{Next, from_fn, from_fn_with_state, map_response},
+    http::{HeaderName, StatusCode, header},
+    middleware::{Next, from_fn_with_state},
     response::{IntoResponse as _, Response},
 };
 use tonic::{Status, service::Routes};
+use tower::ServiceExt as _;
 
-pub use self::{debug::Pprof, starting::Starting};
+pub use self::{access::Access, debug::Pprof, starting::Starting};
 use crate::net::tls::Acceptor;
 use orlop_core::{
     overload::PartialRequests,
     store::Store,
     supervise::{catch_panics, log_request_panic},
 };
+
+/// Keeps browsers from guessing another content type.
+const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
 /// What the endpoints need besides the services.
 #[derive(Clone)]
@@ -35,6 +40,7 @@ pub struct Settings {
     /// The source of the certificate in the metrics; `None` without TLS.
     pub tls: Option<Arc<Acceptor>>,
     pub pprof: Pprof,
+    pub access: Access,
     /// Maximum size of a gRPC message with keys and values in bytes.
     pub max_message_bytes: usize,
 }
@@ -59,35 +65,37 @@ pub fn routes(
     has_http_urls: bool,
 ) -> Result<ClientRoutes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
+    let access = Arc::new(settings.access.clone());
     let gateway = gateway::routes(grpc.clone(), partial_requests, settings.max_message_bytes)?;
-    let clients_only = with_common_layers(gateway.merge(debug::routes(settings.pprof)), settings);
-    let http = http(settings).merge(clients_only);
+    let clients_only = with_common_layers(gateway.merge(debug::routes(settings.pprof)), settings, &access);
+    let http = http(settings, &access).merge(clients_only);
     let main = if has_http_urls { grpc } else { grpc.merge(http.clone()) };
-    Ok(ClientRoutes { main: main.fallback(unknown_path).into(), http: http.fallback(unknown_path).into() })
+    Ok(ClientRoutes { main: with_fallback(main, &access), http: with_fallback(http, &access) })
 }
 
 /// Returns the services that the web page of this server uses: gRPC, metrics and health.
 pub fn console_routes(grpc: Routes, settings: &Settings) -> Routes {
-    grpc.into_axum_router().merge(http(settings)).fallback(unknown_path).into()
+    let access = Arc::new(settings.access.for_probes());
+    with_fallback(grpc.into_axum_router().merge(http(settings, &access)), &access)
 }
 
 /// Returns the endpoints for probes and Prometheus, for a separate address.
 pub fn probe_routes(settings: &Settings) -> Routes {
-    Routes::from(http(settings).fallback(unknown_path))
+    let access = Arc::new(settings.access.for_probes());
+    with_fallback(http(settings, &access), &access)
 }
 
-fn http(settings: &Settings) -> Router {
+fn http(settings: &Settings, access: &Arc<Access>) -> Router {
     let endpoints = Router::new()
         .merge(version::routes())
         .merge(metrics::routes(settings))
         .merge(health::routes(Arc::clone(&settings.store)));
-    with_common_layers(endpoints, settings)
+    with_common_layers(endpoints, settings, access)
 }
 
-fn with_common_layers(endpoints: Router, settings: &Settings) -> Router {
+fn with_common_layers(endpoints: Router, settings: &Settings, access: &Arc<Access>) -> Router {
     endpoints
-        .layer(from_fn(respond_to_preflights))
-        .layer(map_response(allow_all_origins))
+        .layer(from_fn_with_state(Arc::clone(access), access::control))
         .layer(from_fn_with_state(Arc::clone(&settings.store), respond_to_panics))
 }
 
@@ -103,30 +111,21 @@ async fn respond_to_panics(State(store): State<Arc<Store>>, request: Request, ne
     }
 }
 
-/// Browsers ask with OPTIONS before they send a request to another origin. etcd answers it at every path.
-async fn respond_to_preflights(request: Request, next: Next) -> Response {
-    if request.method() == Method::OPTIONS { StatusCode::OK.into_response() } else { next.run(request).await }
+/// Responds to requests for unknown paths: with a gRPC status to a gRPC request, otherwise with 404.
+fn with_fallback(endpoints: Router, access: &Arc<Access>) -> Routes {
+    let control = from_fn_with_state(Arc::clone(access), access::control);
+    let pages = Router::new().fallback(async || not_found()).layer(control);
+    endpoints.fallback(move |request: Request| unknown_path(pages.clone(), request)).into()
 }
 
-/// Adds the headers that allow requests from all origins, the default of etcd's `--cors`.
-async fn allow_all_origins(mut response: Response) -> Response {
-    const HEADERS: [(HeaderName, HeaderValue); 3] = [
-        (header::ACCESS_CONTROL_ALLOW_ORIGIN, HeaderValue::from_static("*")),
-        (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("POST, GET, OPTIONS, PUT, DELETE")),
-        (header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static("accept, content-type, authorization")),
-    ];
-    response.headers_mut().extend(HEADERS);
-    response
-}
-
-/// Responds to a request for an unknown path: with a gRPC status to a gRPC request, otherwise with 404.
-async fn unknown_path(headers: HeaderMap) -> Response {
-    let is_grpc =
-        headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
-    if is_grpc {
-        Status::unimplemented("unknown service or method").into_http()
-    } else {
-        allow_all_origins(not_found()).await
+async fn unknown_path(pages: Router, request: Request) -> Response {
+    let kind = request.headers().get(header::CONTENT_TYPE);
+    if kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
+        return Status::unimplemented("unknown service or method").into_http();
+    }
+    match pages.oneshot(request).await {
+        Ok(response) => response,
+        Err(impossible) => match impossible {},
     }
 }
 

@@ -12,6 +12,7 @@ mod figures;
 mod parts;
 mod source;
 
+pub(crate) use self::{counters::histograms, parts::printable, source::server_state};
 pub use self::{
     counters::{Calls, Counters, Histogram},
     figures::{Figures, Operation, Rates},

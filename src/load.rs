@@ -4,16 +4,18 @@
 //! every row follows from the one before. Where a store has a revision without a change, everything up to it becomes
 //! compacted, so that no reader sees the hole. Of the compact revision itself a log has all changes; those that the
 //! store's compaction has removed are replaced by deletes of keys that do not exist.
+//!
+//! Also opens databases by their kind: [`empty_database`] to be filled, [`view`] to be read.
 
 use std::{cmp::Ordering, collections::BTreeMap};
 
 use orlop_core::{
     auth::AuthState,
     index::{RowKind, ValidatedColumns},
-    log::{self, AuthMark, Load, LoggedLease, Meta, Position},
+    log::{self, AuthMark, Inspect, Load, LoggedLease, Meta, Position},
     types::{Change, ChangeKind, Key, Prev, Revision, RowId, shown},
 };
-use orlop_sql::{PostgresLoader, SqliteLoader};
+use orlop_sql::{PostgresLoader, PostgresView, SqliteLoader, SqliteView};
 
 use crate::config::Datastore;
 
@@ -37,6 +39,18 @@ pub async fn empty_database(datastore: &Datastore) -> log::Result<Box<dyn Load>>
     Ok(match datastore {
         Datastore::Sqlite(file) => Box::new(SqliteLoader::database(file).await?),
         Datastore::Postgres(endpoint) => Box::new(PostgresLoader::open(endpoint).await?),
+    })
+}
+
+/// Opens an existing database for reading, as of one moment.
+///
+/// # Errors
+///
+/// If the database cannot be read or contains no log of this version.
+pub async fn view(datastore: &Datastore) -> log::Result<Box<dyn Inspect>> {
+    Ok(match datastore {
+        Datastore::Sqlite(file) => Box::new(SqliteView::of_database(file).await?),
+        Datastore::Postgres(endpoint) => Box::new(PostgresView::of_database(endpoint).await?),
     })
 }
 

@@ -6,7 +6,7 @@ use std::{fmt, io::IsTerminal as _};
 
 use serde_json::{Map, Value};
 use tracing::{
-    Event, Level, Subscriber,
+    Event, Level, Subscriber, error,
     field::{Field, Visit},
 };
 use tracing_subscriber::{
@@ -22,12 +22,26 @@ use tracing_subscriber::{
 use self::output::Outputs;
 use crate::config::{LogFormat, Settings};
 
+/// The log of the process.
+pub struct Log {
+    is_text_on_stderr: bool,
+}
+
+impl Log {
+    /// Logs why the process ends, unless the log is text on standard error, where `main` prints the same.
+    pub fn failure(&self, error: &dyn std::error::Error) {
+        if !self.is_text_on_stderr {
+            error!(%error, "the server failed");
+        }
+    }
+}
+
 /// Starts logging.
 ///
 /// # Errors
 ///
 /// If the level is unknown or an output cannot be opened.
-pub fn start(settings: &Settings) -> Result<(), String> {
+pub fn start(settings: &Settings) -> Result<Log, String> {
     let level = &settings.log_level;
     let filter = filter(level).map_err(|error| {
         format!(
@@ -36,7 +50,8 @@ pub fn start(settings: &Settings) -> Result<(), String> {
         )
     })?;
     let outputs = Outputs::open(settings)?;
-    let is_terminal = outputs.is_stderr() && std::io::stderr().is_terminal();
+    let is_stderr = outputs.is_stderr();
+    let is_terminal = is_stderr && std::io::stderr().is_terminal();
     let logger = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(outputs)
@@ -44,12 +59,17 @@ pub fn start(settings: &Settings) -> Result<(), String> {
         // because the disk of the log is full.
         .log_internal_errors(false)
         .with_ansi(is_terminal);
-    match settings.log_format {
-        LogFormat::Auto if !is_terminal => logger.event_format(Json).init(),
-        LogFormat::Text | LogFormat::Auto => logger.init(),
-        LogFormat::Json => logger.event_format(Json).init(),
+    let is_text = match settings.log_format {
+        LogFormat::Auto => is_terminal,
+        LogFormat::Text => true,
+        LogFormat::Json => false,
+    };
+    if is_text {
+        logger.init();
+    } else {
+        logger.event_format(Json).init();
     }
-    Ok(())
+    Ok(Log { is_text_on_stderr: is_text && is_stderr })
 }
 
 /// Parses a level or a list of `TARGET=LEVEL`. `EnvFilter` alone takes an unknown level for a target, which silences the
@@ -96,7 +116,9 @@ where
             let file = file.rsplit_once("src/").map_or(file, |(_, file)| file);
             write!(writer, r#","caller":{}"#, Value::from(format!("{file}:{line}")))?;
         }
-        write!(writer, r#","msg":{}"#, Value::from(fields.message))?;
+        // Events of OpenTelemetry's libraries have a name and no message.
+        let message = if fields.message.is_empty() { fields.others.remove("name") } else { None };
+        write!(writer, r#","msg":{}"#, message.unwrap_or_else(|| Value::from(fields.message)))?;
         for (name, value) in &fields.others {
             write!(writer, ",{}:{value}", Value::from(name.as_str()))?;
         }
@@ -143,5 +165,28 @@ impl Visit for EventFields {
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.insert(field, format!("{value:?}").into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+
+    #[test]
+    fn event_without_a_message_has_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let logger = tracing_subscriber::fmt().event_format(Json).with_writer(File::create(&log).unwrap()).finish();
+        tracing::subscriber::with_default(logger, || {
+            error!(name = "Exporter.Failed", reason = "no collector", "");
+            error!(name = "etcd", "a message");
+        });
+        let text = fs::read_to_string(&log).unwrap();
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!((&lines[0]["msg"], &lines[0]["reason"]), (&"Exporter.Failed".into(), &"no collector".into()));
+        assert_eq!((&lines[1]["msg"], &lines[1]["name"]), (&"a message".into(), &"etcd".into()));
+        assert_eq!((lines.len(), lines[0].get("name")), (2, None));
     }
 }

@@ -7,7 +7,8 @@ use clap_complete::Shell;
 use orlop::{
     check,
     config::{
-        Flags, Settings, deprecated_flags, deprecation, ignored_flag_definitions, ignored_flags, with_two_dashes,
+        Flags, IgnoredFlags, Notices, Settings, deprecated_flags, deprecation, ignored_flag_definitions,
+        with_two_dashes, without_empty_values,
     },
     console, history, kine, logging, migrate, offline, output, server, snapshot, status, top,
 };
@@ -139,13 +140,13 @@ enum Command {
 
 fn main() -> ExitCode {
     let command = command();
-    let words = with_two_dashes(&command, std::env::args_os());
+    let words = without_empty_values(with_two_dashes(&command, std::env::args_os()));
     let deprecated = deprecated_flags(&words);
     let matches = command.get_matches_from(words);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let outcome = match cli.command {
-        None => serve(&cli.flags, &ignored_flags(&matches), &deprecated),
-        Some(Command::Serve(flags)) => serve(&flags, &[], &deprecated),
+        None => serve(&cli.flags, &IgnoredFlags::of(&matches), &deprecated),
+        Some(Command::Serve(flags)) => serve(&flags, &IgnoredFlags::default(), &deprecated),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Migrate(args)) => migrate(*args),
@@ -212,11 +213,25 @@ fn command() -> clap::Command {
     Cli::command().args(ignored_flag_definitions()).mut_subcommand("bench", bench::hide_rejected_flags)
 }
 
-fn serve(flags: &Flags, ignored: &[&str], deprecated: &[String]) -> Outcome {
+fn serve(flags: &Flags, ignored: &IgnoredFlags, deprecated: &[String]) -> Outcome {
     let (settings, notices) = Settings::load_with_notices(flags)?;
-    logging::start(&settings)?;
+    let log = logging::start(&settings)?;
     supervise::log_panics();
-    let ignored: Vec<&str> = ignored.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
+    warn_of_settings(ignored, deprecated, &notices);
+    let initial_cluster = ignored.initial_cluster.as_deref().or(notices.initial_cluster.as_deref());
+    let outcome = match settings.check_members(initial_cluster.unwrap_or_default()) {
+        Ok(()) => serve_until_signal(settings),
+        Err(error) => Err(error.into()),
+    };
+    if let Err(error) = &outcome {
+        log.failure(&**error);
+    }
+    outcome
+}
+
+/// Logs which settings have no effect or another name.
+fn warn_of_settings(ignored: &IgnoredFlags, deprecated: &[String], notices: &Notices) {
+    let ignored: Vec<&str> = ignored.names.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
     if !ignored.is_empty() {
         warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
     }
@@ -227,6 +242,9 @@ fn serve(flags: &Flags, ignored: &[&str], deprecated: &[String]) -> Outcome {
         // etcd's message and field.
         warn!("environment-variable" = name, "unrecognized environment variable");
     }
+}
+
+fn serve_until_signal(settings: Settings) -> Outcome {
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {
         let shutdown = shutdown_signal()?;

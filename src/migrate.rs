@@ -14,6 +14,7 @@ mod after_cut;
 mod command;
 mod follow;
 mod progress;
+mod scratch;
 mod source;
 mod target;
 
@@ -37,6 +38,7 @@ pub use self::command::Args;
 use self::{
     after_cut::AfterCut,
     progress::Progress,
+    scratch::Scratch,
     source::{Session, Source},
     target::{Place, Target},
 };
@@ -320,9 +322,9 @@ impl Migration {
     /// Makes a copy from a snapshot of the source.
     async fn copy(&mut self, session: &Session, place: &Place<'_>, stop: &Stop) -> Result<Target> {
         let stopped = || Err(Failure::Fatal("stopped before the copy was complete".to_owned()));
-        let folder = place.scratch_folder()?;
+        let scratch = Scratch::new(&place.scratch_folder()?)?;
         let content = if place.keeps_history() { Content::LogAndArchive } else { Content::Log };
-        let receiving = session.snapshot(content, &folder, |received, to_come| {
+        let receiving = session.snapshot(content, scratch.path(), |received, to_come| {
             let text = || format!("receiving a snapshot: {}", bytes(i64::try_from(received).unwrap_or(i64::MAX)));
             self.progress.show(received, received + to_come, text);
         });

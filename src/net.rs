@@ -12,15 +12,7 @@ mod timeouts;
 pub mod tls;
 
 use std::{
-    error::Error,
-    fs::Permissions,
-    io,
-    os::unix::fs::PermissionsExt as _,
-    path::Path,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
+    error::Error, fs::Permissions, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration,
 };
 
 use bytes::Bytes;
@@ -31,13 +23,13 @@ use hyper_util::{
     server::{conn::auto, graceful::GracefulShutdown},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
-    task::JoinHandle,
     time::{sleep, timeout},
 };
 use tokio_rustls::server::TlsStream;
+use tokio_util::{either::Either, task::AbortOnDropHandle};
 use tracing::{debug, error, warn};
 
 use self::{
@@ -48,7 +40,7 @@ use self::{
 };
 pub use self::{
     connection_limit::ConnectionLimit,
-    remote::{CertificateUser, Remote},
+    remote::{CertificateUser, Remote, WithTls},
 };
 use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
@@ -239,7 +231,7 @@ fn http(settings: &Settings) -> Http {
 /// Serves connections until `stopping` becomes true; open connections then finish their requests.
 async fn serve_all<C, S, R>(
     mut connections: Connections<C>,
-    accepting: AbortOnDropHandle,
+    accepting: AbortOnDropHandle<()>,
     http: Http,
     services: S,
     steps: Arc<Steps>,
@@ -354,6 +346,8 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
+/// A client's connection, without TLS (left) or with it.
+type Connection<S> = Either<S, Box<TlsStream<S>>>;
 type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
 type Connections<S> = mpsc::Receiver<(Accepted<S>, Client)>;
 
@@ -363,18 +357,10 @@ fn accept<L: Accept>(
     security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-) -> (Connections<L::Stream>, AbortOnDropHandle) {
+) -> (Connections<L::Stream>, AbortOnDropHandle<()>) {
     let (ready, connections) = mpsc::channel(1);
     let accepting = vital("a listener", accept_all(socket, security, connection_limit, steps, ready));
-    (connections, AbortOnDropHandle(accepting))
-}
-
-struct AbortOnDropHandle(JoinHandle<()>);
-
-impl Drop for AbortOnDropHandle {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
+    (connections, AbortOnDropHandle::new(accepting))
 }
 
 async fn accept_all<L: Accept>(
@@ -392,16 +378,16 @@ async fn accept_all<L: Accept>(
         steps.request().await;
         if let Security::Plain = &security {
             // Fails only while the server stops.
-            let client = Client { remote: Remote::new(&remote), certificate: None };
-            let connection = accepted(Connection::Plain(stream), permit, idle_time_max);
-            let _ = ready.send((connection, client)).await;
+            let connection = Either::Left(stream);
+            let client = client(&connection, &remote);
+            let _ = ready.send((accepted(connection, permit, idle_time_max), client)).await;
             continue;
         }
         let (security, ready) = (security.clone(), ready.clone());
         tokio::spawn(async move {
             match catch_panics(secure::<L>(stream, &security)).await {
                 Ok(Ok(connection)) => {
-                    let client = Client { remote: Remote::new(&remote), certificate: connection.certificate_user() };
+                    let client = client(&connection, &remote);
                     drop(ready.send((accepted(connection, permit, idle_time_max), client)).await);
                 }
                 Ok(Err(error)) => {
@@ -419,17 +405,17 @@ async fn accept_all<L: Accept>(
 /// Makes the TLS handshake unless the client begins without one and may.
 async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result<Connection<L::Stream>> {
     let tls = match security {
-        Security::Plain => return Ok(Connection::Plain(stream)),
+        Security::Plain => return Ok(Either::Left(stream)),
         Security::Tls(tls) => tls,
         Security::Either(tls) => {
             let first = timeout(FIRST_BYTE_MAX, L::begins_with_tls(&stream)).await;
             if !first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))? {
-                return Ok(Connection::Plain(stream));
+                return Ok(Either::Left(stream));
             }
             tls
         }
     };
-    tls.accept(stream).await.map(|stream| Connection::Tls(Box::new(stream)))
+    tls.accept(stream).await.map(|stream| Either::Right(Box::new(stream)))
 }
 
 fn accepted<S>(
@@ -440,64 +426,13 @@ fn accepted<S>(
     AuthorityRewriter::new(TimedConnection::new(connection, permit, idle_time_max))
 }
 
-/// A client's connection, with or without TLS.
-enum Connection<S> {
-    Plain(S),
-    Tls(Box<TlsStream<S>>),
-}
-
-impl<S> Connection<S> {
-    /// Returns the user of the client's certificate, which was verified in the handshake.
-    fn certificate_user(&self) -> Option<CertificateUser> {
-        let Self::Tls(stream) = self else { return None };
-        let certificate = stream.get_ref().1.peer_certificates()?.first()?;
-        tls::common_name(certificate).map(CertificateUser::new)
-    }
-}
-
-/// Calls a method of the stream, which both variants have.
-macro_rules! either {
-    ($connection:expr, $stream:ident => $call:expr) => {
-        match $connection.get_mut() {
-            Connection::Plain($stream) => $call,
-            Connection::Tls($stream) => $call,
-        }
-    };
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Connection<S> {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_read(context, buffer))
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        either!(self, stream => Pin::new(stream).poll_write(context, bytes))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_flush(context))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_shutdown(context))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffers: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        either!(self, stream => Pin::new(stream).poll_write_vectored(context, buffers))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(stream) => stream.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
-        }
-    }
+/// Returns the client of a connection. Its certificate was verified in the handshake.
+fn client<S>(connection: &Connection<S>, address: &str) -> Client {
+    let remote = Remote::new(address);
+    let Either::Right(stream) = connection else { return Client { remote, certificate: None, scheme: Scheme::Plain } };
+    let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let certificate = certificate.and_then(tls::common_name).map(CertificateUser::new);
+    Client { remote, certificate, scheme: Scheme::Tls }
 }
 
 /// Removes the socket of a server that was killed. If the socket is in use, it remains, and binding fails.

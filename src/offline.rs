@@ -2,14 +2,14 @@
 
 use orlop_core::{
     index::{ReadAt, Unreadable},
-    log::History,
     store::{hash, replay},
     types::Revision,
 };
-use orlop_sql::{PostgresView, SqliteLog, SqliteView};
+use orlop_sql::SqliteLog;
 
 use crate::{
     config::{Datastore, DatastoreFlags, Flags, Settings},
+    load,
     output::{Format, bytes, print},
 };
 
@@ -58,10 +58,8 @@ pub async fn defrag(args: DefragArgs) -> Result<()> {
 ///
 /// A text for the operator.
 pub async fn hashkv(args: HashArgs) -> Result<()> {
-    let view: Box<dyn History> = match Settings::load(&Flags::from(args.datastore))?.datastore()? {
-        Datastore::Sqlite(file) => Box::new(SqliteView::of_database(&file).await?),
-        Datastore::Postgres(endpoint) => Box::new(PostgresView::of_database(&endpoint).await?),
-    };
+    let datastore = Settings::load(&Flags::from(args.datastore))?.datastore()?;
+    let view = load::view(&datastore).await?;
     let index = replay(&*view).await?.index;
     let at = if args.rev == 0 { ReadAt::Latest } else { ReadAt::Revision(Revision(args.rev)) };
     let revision = index.resolve(at).map_err(|unreadable| match unreadable {

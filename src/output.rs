@@ -51,3 +51,15 @@ pub fn bytes(bytes: i64) -> String {
     }
     if unit == 0 { format!("{bytes} bytes") } else { format!("{number:.1} {}", UNITS[unit]) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (number, want) in [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")] {
+            assert_eq!(bytes(number), want);
+        }
+    }
+}

@@ -19,7 +19,7 @@ use crate::{
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
     console::embedded::Page,
-    http::{self, Pprof, Starting},
+    http::{self, Access, Pprof, Starting},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{Content, DatedFolder, Schedule},
     telemetry::{self, Exporter},
@@ -82,6 +82,7 @@ pub(crate) async fn serve_locally(
         listen_client_http_urls: List::default(),
         listen_metrics_urls: List::default(),
         console_listen_url: Default::default(),
+        host_whitelist: List::default(),
         listen_address: String::new(),
         auto_compaction_retention: "0".to_owned(),
         snapshot_interval: Interval(Duration::ZERO),
@@ -109,10 +110,7 @@ impl Role {
 }
 
 async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-    let tls = match settings.tls().map_err(Error)? {
-        Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
-        None => None,
-    };
+    let tls = acceptor(&settings)?;
     let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
     let mut shutdown = pin!(shutdown);
@@ -138,7 +136,8 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
         api::services(Arc::clone(&store), api_settings, authenticator, Arc::clone(&partial_requests), stopping.clone())
             .map_err(|error| Error(format!("cannot build the services: {error}")))?;
     let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
-    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof, max_message_bytes };
+    let access = Access::new(&settings.cors.0, &settings.host_whitelist.0);
+    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof, access, max_message_bytes };
     let has_http_urls = !listeners.http.is_empty();
     let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
         .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
@@ -183,11 +182,14 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
 ///
 /// The same as [`serve`].
 pub(crate) async fn check_listeners(settings: &Settings) -> Result<(), Error> {
-    let tls = match settings.tls().map_err(Error)? {
-        Some(files) => Some(Arc::new(tls::Acceptor::new(files).map_err(Error)?)),
-        None => None,
-    };
+    let tls = acceptor(settings)?;
     Listeners::bind(settings, tls.as_ref()).await.map(drop).map_err(Error)
+}
+
+/// Returns the source of the server's certificate; `None` without TLS.
+fn acceptor(settings: &Settings) -> Result<Option<Arc<tls::Acceptor>>, Error> {
+    let Some(files) = settings.tls().map_err(Error)? else { return Ok(None) };
+    tls::Acceptor::new(files).map(|acceptor| Some(Arc::new(acceptor))).map_err(Error)
 }
 
 /// Logs what an operator wants to know about a start, in one line.
@@ -346,7 +348,11 @@ fn urls(listeners: &[Listener]) -> String {
 
 fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &Arc<Steps>) -> net::Settings {
     net::Settings {
-        max_concurrent_streams: settings.max_concurrent_streams,
+        // As in etcd, 0 means no limit.
+        max_concurrent_streams: match settings.max_concurrent_streams {
+            0 => u32::MAX,
+            count => count,
+        },
         keepalive_interval: settings.grpc_keepalive_interval.0,
         keepalive_timeout: settings.grpc_keepalive_timeout.0,
         connection_limit,

@@ -12,8 +12,9 @@ mod import;
 mod report;
 mod save;
 mod schedule;
+mod wal;
 
-use std::{fs::File, path::Path, time::SystemTime};
+use std::path::Path;
 
 use tempfile::NamedTempFile;
 
@@ -28,6 +29,7 @@ pub use self::{
     schedule::Schedule,
 };
 use orlop_core::{
+    files::sync_folder_of,
     log::{self, History, Load, WithPrev},
     store::{PastError, replay},
     types::{KeyRange, Revision},
@@ -75,8 +77,7 @@ fn publish(file: NamedTempFile, path: &Path) -> Result<()> {
     let failed = |error: std::io::Error| file_error("write", path, &error);
     file.as_file().sync_all().map_err(failed)?;
     file.persist(path).map_err(|error| failed(error.error))?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
+    sync_folder_of(path).map_err(failed)
 }
 
 /// Copies a log that does not change during the copy.
@@ -219,12 +220,6 @@ async fn open_sqlite(file: &Path) -> Result<SqliteView> {
     database.refuse_damage().await.map_err(damaged)?;
     replay(&database).await.map_err(damaged)?;
     Ok(database)
-}
-
-/// Returns the time for names of files and for monitoring.
-#[expect(clippy::disallowed_methods, reason = "deadlines do not depend on it")]
-pub fn now() -> SystemTime {
-    SystemTime::now()
 }
 
 fn file_error(action: &str, path: &Path, error: &std::io::Error) -> Error {

@@ -1,6 +1,7 @@
 //! `orlop status`: the state of a running server on one screen, from Maintenance.Status and `/metrics`.
 //!
-//! It works with etcd too. A property that the server does not report is unknown.
+//! It works with etcd too. A property that the server does not report is unknown. [`insight`](crate::insight) reads the
+//! properties that `orlop top` also shows.
 
 mod requests;
 mod text;
@@ -10,7 +11,10 @@ use orlop_wire::proto::client::etcdserverpb::{StatusRequest, StatusResponse};
 use serde::Serialize;
 
 use self::requests::{Durations, slowest};
-use crate::output::{Format, print};
+use crate::{
+    insight::{ServerState, server_state},
+    output::{Format, print},
+};
 
 /// Number of kinds of requests whose durations are shown.
 const SLOWEST_COUNT: usize = 3;
@@ -30,30 +34,16 @@ pub struct Args {
 #[serde(rename_all = "camelCase")]
 struct Status {
     endpoint: String,
-    /// Orlop's version.
-    orlop_version: Option<String>,
-    /// The etcd version whose API is served.
-    version: String,
-    database: Option<String>,
-    revision: i64,
-    /// -1: the store has never been compacted.
-    compact_revision: Option<i64>,
-    keys: Option<i64>,
-    db_size: i64,
-    db_size_in_use: i64,
-    /// 0: there is no quota.
-    db_size_quota: Option<i64>,
+    #[serde(flatten)]
+    server: ServerState,
     instances: Option<i64>,
     is_leader: bool,
-    watchers: Option<i64>,
-    watch_streams: Option<i64>,
-    leases: Option<i64>,
     /// Unix time; 0: none since the start of the server.
     last_compaction: Option<i64>,
     /// Unix time; 0: none.
     last_snapshot: Option<i64>,
     slowest_requests: Vec<Durations>,
-    /// Alarms and other errors.
+    /// The server's alarms, by etcdctl's name: the same as `alarms`.
     errors: Vec<String>,
 }
 
@@ -67,7 +57,7 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     let client = args.server.connect().await?;
     let status = read(&client).await.map_err(|error| format!("cannot read the status of {endpoint}: {error}"))?;
     let text = match args.write_out {
-        Format::Simple => text::simple(&status, crate::snapshot::now()),
+        Format::Simple => text::simple(&status, orlop_core::clock::now()),
         Format::Json => format!("{}\n", serde_json::to_string(&status)?),
     };
     Ok(print(text.as_bytes())?)
@@ -82,33 +72,39 @@ async fn read(client: &Client) -> Result<Status, String> {
 
 fn status_of(endpoint: String, answer: StatusResponse, page: &MetricsPage) -> Status {
     let number = |name: &str| page.value(name).map(|value| value as i64);
-    let label = |metric: &str, label: &str| {
-        let found = page.series(metric).find(|(_, value)| *value > 0.0);
-        found.and_then(|(labels, _)| labels.get(label).map(|value| (*value).to_owned()))
-    };
-    let header = answer.header.unwrap_or_default();
-    // etcd before 3.6 does not report its quota in the response.
-    let quota =
-        number("etcd_server_quota_backend_bytes").or((answer.db_size_quota > 0).then_some(answer.db_size_quota));
+    let server = server_state(answer, Some(page));
     Status {
         endpoint,
-        orlop_version: label("orlop_build_info", "version"),
-        version: answer.version,
-        database: label("orlop_database_info", "kind"),
-        revision: header.revision,
-        compact_revision: number("etcd_debugging_mvcc_compact_revision"),
-        keys: number("etcd_debugging_mvcc_keys_total"),
-        db_size: answer.db_size,
-        db_size_in_use: answer.db_size_in_use,
-        db_size_quota: quota,
         instances: number("orlop_instances"),
-        is_leader: answer.leader == header.member_id,
-        watchers: number("etcd_debugging_mvcc_watcher_total"),
-        watch_streams: number("etcd_debugging_mvcc_watch_stream_total"),
-        leases: number("orlop_leases"),
+        is_leader: server.leader_id == server.member_id,
         last_compaction: number("etcd_debugging_mvcc_db_compaction_last"),
         last_snapshot: number("orlop_snapshot_last_timestamp_seconds"),
         slowest_requests: slowest(page, SLOWEST_COUNT),
-        errors: answer.errors.iter().map(|error| error.trim().to_owned()).collect(),
+        errors: server.alarms.clone(),
+        server,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_of_the_server_have_no_control_characters() {
+        let answer = StatusResponse {
+            version: "3.6\x1b[2J".to_owned(),
+            errors: vec!["al\x07arm\n".to_owned()],
+            ..StatusResponse::default()
+        };
+        let page = "orlop_database_info{kind=\"SQL\rite\"} 1\n\
+             grpc_server_handling_seconds_count{grpc_method=\"Pu\x1bt\",grpc_type=\"unary\"} 1\n";
+        let status = status_of("http://a:1".to_owned(), answer, &MetricsPage::new(page.to_owned()));
+        assert_eq!((&*status.server.version, status.server.database.as_deref()), ("3.6 [2J", Some("SQL ite")));
+        assert_eq!((&*status.errors[0], &*status.slowest_requests[0].request), ("al arm", "Pu t"));
+        let json = serde_json::to_value(&status).expect("JSON");
+        assert_eq!(
+            (&json["version"], &json["errors"][0], &json["isLeader"]),
+            (&"3.6 [2J".into(), &"al arm".into(), &true.into())
+        );
     }
 }

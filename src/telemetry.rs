@@ -18,7 +18,10 @@ use opentelemetry_sdk::{
     trace::{Sampler, SdkTracer, SdkTracerProvider},
 };
 
-use orlop_core::trace::{Part, Trace};
+use orlop_core::{
+    clock,
+    trace::{Part, Trace},
+};
 
 /// Maximum time to export the last spans when the server stops.
 const FLUSH_MAX: Duration = Duration::from_secs(3);
@@ -86,9 +89,8 @@ impl Exporter {
         Parent(TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(headers)))
     }
 
-    #[expect(clippy::disallowed_methods, reason = "spans have wall-clock times")]
     pub fn record(&self, ended: &FinishedCall<'_>) {
-        let end = SystemTime::now();
+        let end = clock::now();
         let begin = end - ended.took;
         // Attributes are added after the sampling decision, because most calls are not sampled.
         let mut span = self

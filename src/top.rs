@@ -77,7 +77,7 @@ async fn read_twice(mut source: Source, interval: Duration) -> Result<Figures, o
     let before = source.read(&wanted).await?;
     sleep(interval).await;
     wanted.wait_for_sizes = false;
-    Ok(Figures::new(Some(&before), &source.read(&wanted).await?))
+    Ok(Figures::new(Some(&before), source.read(&wanted).await?))
 }
 
 /// Returns all views as text.

@@ -1,6 +1,7 @@
-//! Conversion between wire messages and the store's requests and responses. Includes all validation of requests.
+//! Conversion between wire messages and the store's requests and responses. Includes all validation of requests, except
+//! of their size and of the total number of operations in nested transactions ([`super::grpc::request_limits`]).
 
-use super::{Context, grpc::request_limits::total_ops_max, interval_check::check_intervals, status::Invalid};
+use super::{Context, interval_check::check_intervals, status::Invalid};
 use orlop_core::{
     index::ReadAt,
     store::request::{
@@ -101,7 +102,6 @@ pub fn delete(request: &pb::DeleteRangeRequest) -> Checked<DeleteRequest> {
 /// Checks and converts a transaction, including nested transactions. As in etcd, this happens before the store is read.
 pub fn txn(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
     check_count(&request, ops_max)?;
-    check_total(&request, total_ops_max(ops_max))?;
     // Intervals are checked on the wire form, before the requests are converted.
     let distinct = check_intervals(&request.success).and(check_intervals(&request.failure)).map(drop);
     let request = txn_level(request, ops_max)?;
@@ -125,22 +125,6 @@ fn txn_level(request: pb::TxnRequest, ops_max: usize) -> Checked<TxnRequest> {
 fn check_count(request: &pb::TxnRequest, ops_max: usize) -> Checked<usize> {
     let ops = request.compare.len().max(request.success.len()).max(request.failure.len());
     ops_max.checked_sub(ops).ok_or(Invalid::TooManyOps)
-}
-
-/// Limits the number of operations on all levels together. Without this limit the numbers of the levels multiply: etcd
-/// accepts tens of thousands of operations in one request, and executes no other request at the same time.
-fn check_total(request: &pb::TxnRequest, mut ops_left: usize) -> Checked<()> {
-    let mut levels = vec![request];
-    while let Some(level) = levels.pop() {
-        ops_left = ops_left.checked_sub(level.compare.len()).ok_or(Invalid::TooManyOps)?;
-        for op in level.success.iter().chain(&level.failure) {
-            ops_left = ops_left.checked_sub(1).ok_or(Invalid::TooManyOps)?;
-            if let Some(Request::RequestTxn(nested)) = &op.request {
-                levels.push(nested);
-            }
-        }
-    }
-    Ok(())
 }
 
 fn op(op: pb::RequestOp, ops_max: usize) -> Checked<Op> {

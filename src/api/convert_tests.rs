@@ -271,26 +271,6 @@ fn nested_transaction_gets_the_rest_of_the_limit() {
     check(0, vec![deep(OPS_MAX)], vec![], Some(Invalid::TooManyOps));
 }
 
-/// The numbers of operations of the levels multiply; their total is limited.
-#[test]
-fn nested_operations_share_one_limit() {
-    const OPS_MAX: usize = 60;
-    for (wide, expected) in [(10, None), (20, Some(Invalid::TooManyOps))] {
-        let level = |op: pb::RequestOp| txn(vec![op; wide], vec![]);
-        let success = vec![level(level(range("a"))); wide];
-        let request = pb::TxnRequest { success, ..Default::default() };
-        assert_eq!(refused(convert::txn(request, OPS_MAX)), expected, "{wide}");
-    }
-    // 110 operations, and the compares of a hundred transactions.
-    for (compares, expected) in [(37, None), (39, Some(Invalid::TooManyOps))] {
-        let innermost = pb::TxnRequest { compare: vec![a_compare(); compares], ..Default::default() };
-        let level = |op: pb::RequestOp| txn(vec![op; 10], vec![]);
-        let success = vec![level(op(Request::RequestTxn(innermost))); 10];
-        let request = pb::TxnRequest { success, ..Default::default() };
-        assert_eq!(refused(convert::txn(request, OPS_MAX)), expected, "{compares} compares");
-    }
-}
-
 #[test]
 fn transaction_checks_its_lists_before_duplicates() {
     let no_key = || pb::Compare::default();

@@ -1,14 +1,14 @@
 //! The Election service: the oldest entry of a queue is the leader, and its value is the published value. See
 //! [`super::queue`].
 
-use std::{pin::Pin, sync::Arc};
+use std::sync::Arc;
 
 use bytes::Bytes;
-use futures_util::{Stream, stream};
+use futures_util::stream;
 use tonic::{Request, Response, Status};
 
 use super::{
-    Context,
+    Context, Responses,
     queue::{Queue, Watch, oldest_entry, prefix, remove_entry, to_unknown, txn_if_create_revision},
 };
 use orlop_core::{
@@ -88,7 +88,7 @@ impl Election for ElectionService {
         }
     }
 
-    type ObserveStream = Pin<Box<dyn Stream<Item = Result<LeaderResponse, Status>> + Send>>;
+    type ObserveStream = Responses<LeaderResponse>;
 
     async fn observe(&self, request: Request<LeaderRequest>) -> Result<Response<Self::ObserveStream>, Status> {
         let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;

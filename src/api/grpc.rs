@@ -13,7 +13,7 @@
 //! - [`frame`]: gRPC's framing of messages
 
 pub(super) mod deadline;
-pub(super) mod frame;
+pub(crate) mod frame;
 pub(super) mod metering;
 pub mod request_limits;
 pub mod response_body;

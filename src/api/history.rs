@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use futures_util::stream::{self, BoxStream, StreamExt as _};
+use futures_util::stream::{self, StreamExt as _};
 use tonic::{Request, Response, Status};
 
-use super::{Context, convert::key_range, snapshot::SnapshotStream, status::from_store};
+use super::{Context, Responses, convert::key_range, status::from_store};
 use orlop_core::{
     auth::Caller,
     log::{Moment, Order, PastRow, Written},
@@ -17,8 +17,6 @@ use orlop_wire::proto::server::orlopb::{self as pb, history_server::History};
 /// The service. It is a type of its own, because a trait of etcd has methods of the same names.
 #[derive(Clone)]
 pub(super) struct HistoryService(pub(super) Arc<Context>);
-
-type Responses<T> = BoxStream<'static, Result<T, Status>>;
 
 #[tonic::async_trait]
 impl History for HistoryService {
@@ -91,7 +89,7 @@ impl History for HistoryService {
         Ok(Response::new(stream::try_unfold(walk, Changes::next).boxed()))
     }
 
-    type SnapshotStream = SnapshotStream<pb::HistorySnapshotResponse>;
+    type SnapshotStream = Responses<pb::HistorySnapshotResponse>;
 
     async fn snapshot(
         &self,

@@ -1,12 +1,13 @@
 //! The Insight service, which etcd does not have: watchers, slow requests, leases, sizes and members of one instance.
 //! All calls but `Children` need the role root.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tonic::{Request, Response, Status};
 
 use super::{Context, slow_requests::SlowRequest, status::from_store};
 use orlop_core::{
+    clock,
     lease::Expiring,
     store::children::NamedChild,
     store::sizes::{CHILDREN_MAX, Child, ChildKind, CommonPrefix, NAME_BYTES_MAX, PairSizes},
@@ -157,12 +158,11 @@ fn watched_range(watched: WatchedRange) -> pb::WatchedRange {
 }
 
 fn slow_request(slow: SlowRequest) -> pb::SlowRequest {
-    let ended = slow.ended.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let phase =
         |(part, took): (orlop_core::trace::Part, _)| pb::Phase { name: part.name().to_owned(), took_us: micros(took) };
     pb::SlowRequest {
         id: slow.trace.id.to_string(),
-        ended_unix_ms: i64::try_from(ended.as_millis()).unwrap_or(i64::MAX),
+        ended_unix_ms: clock::unix_ms(slow.ended),
         phases: slow.phases().map(phase).collect(),
         method: slow.method,
         request: slow.trace.request.unwrap_or_default(),

@@ -3,7 +3,6 @@
 use std::{
     convert::Infallible,
     future::Future,
-    pin::Pin,
     sync::Arc,
     task::{self, Poll},
 };
@@ -19,7 +18,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use super::{
-    Context, convert,
+    Context, Responses, convert,
     grpc::{
         request_limits::LimitedFields,
         response_body::IntoSegments,
@@ -173,12 +172,10 @@ impl Context {
 
 struct RangeStream(Arc<Context>);
 
-type Chunks = Pin<Box<dyn futures_util::Stream<Item = Result<pb::RangeStreamResponse, Status>> + Send>>;
-
 impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
     type Response = pb::RangeStreamResponse;
-    type ResponseStream = Chunks;
-    type Future = BoxFuture<tonic::Response<Chunks>, Status>;
+    type ResponseStream = Responses<pb::RangeStreamResponse>;
+    type Future = BoxFuture<tonic::Response<Self::ResponseStream>, Status>;
 
     fn call(&mut self, request: tonic::Request<pb::RangeRequest>) -> Self::Future {
         let context = Arc::clone(&self.0);
@@ -194,7 +191,7 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
                     .await
                     .map(|chunk| chunk.map(|(response, pairs)| (response, (context, pieces, pairs))))
             });
-            Ok(tonic::Response::new(Box::pin(stream) as Chunks))
+            Ok(tonic::Response::new(Box::pin(stream) as Self::ResponseStream))
         })
     }
 }

@@ -1,11 +1,11 @@
 //! The Lease service.
 
-use std::{pin::Pin, sync::Arc};
+use std::sync::Arc;
 
-use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{Context, status::from_store};
+use super::{Context, Responses, status::from_store};
 use crate::auth::Credentials;
 use orlop_core::{
     overload::PacedStream,
@@ -44,7 +44,7 @@ impl Lease for Context {
         Ok(Response::new(pb::LeaseRevokeResponse { header: self.header(revision) }))
     }
 
-    type LeaseKeepAliveStream = Pin<Box<dyn Stream<Item = Result<pb::LeaseKeepAliveResponse, Status>> + Send>>;
+    type LeaseKeepAliveStream = Responses<pb::LeaseKeepAliveResponse>;
 
     async fn lease_keep_alive(
         &self,

@@ -2,9 +2,7 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{
-    CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, STORAGE_VERSION, snapshot::SnapshotStream, status::from_store,
-};
+use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, Responses, STORAGE_VERSION, status::from_store};
 use orlop_core::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
     types::Revision,
@@ -107,7 +105,7 @@ impl Maintenance for Context {
         }))
     }
 
-    type SnapshotStream = SnapshotStream<pb::SnapshotResponse>;
+    type SnapshotStream = Responses<pb::SnapshotResponse>;
 
     async fn snapshot(&self, request: Request<pb::SnapshotRequest>) -> Result<Response<Self::SnapshotStream>, Status> {
         self.check_root(&request).await?;

@@ -13,7 +13,10 @@ use prost::Message as _;
 use tonic::Status;
 use tracing::warn;
 
-use super::{Context, kv, status::from_store};
+use super::{
+    Context, kv,
+    status::{from_store, is_stopped},
+};
 use orlop_core::{
     auth::Caller,
     store,
@@ -34,8 +37,7 @@ const SERVER_LEASE_TTL_SECS: i64 = 60;
 
 /// Changes the code of an error to Unknown. A server that stops stays Unavailable, so that the client tries again.
 pub(super) fn to_unknown(status: Status) -> Status {
-    let is_stopping = status.message() == from_store(store::Error::Stopped).message();
-    if is_stopping { status } else { Status::unknown(status.message()) }
+    if is_stopped(&status) { status } else { Status::unknown(status.message()) }
 }
 
 /// A queue `NAME/`, and the lease of the caller's entries.
@@ -244,9 +246,9 @@ pub(super) struct Watch {
 
 impl Watch {
     pub(super) fn new(context: &Arc<Context>, range: KeyRange, start: Revision) -> Self {
-        let outbox = Arc::new(Outbox::new());
-        let messages = Messages::new(Arc::clone(&outbox));
         let store = &context.store;
+        let outbox = Arc::new(store.hub().outbox());
+        let messages = Messages::new(Arc::clone(&outbox));
         let mut session = Session::new(Arc::clone(store.hub()), Arc::clone(store.log()), Arc::clone(&outbox));
         session.create(Spec {
             id: None,

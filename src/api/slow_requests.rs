@@ -12,7 +12,10 @@ use std::{
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use orlop_core::trace::{Part, Trace};
+use orlop_core::{
+    clock,
+    trace::{Part, Trace},
+};
 
 /// Maximum number of requests.
 const KEPT_MAX: usize = 256;
@@ -38,10 +41,9 @@ pub struct SlowRequest {
 
 impl SlowRequest {
     /// Creates the record of a request that ends now.
-    #[expect(clippy::disallowed_methods, reason = "the time is only shown")]
     pub fn ending_now(method: &str, code: &'static str, took: Duration, response_bytes: usize, trace: &Trace) -> Self {
         let method = method.to_owned();
-        let (ended, ended_at) = (SystemTime::now(), Instant::now());
+        let (ended, ended_at) = (clock::now(), Instant::now());
         Self { ended, ended_at, method, code, took, response_bytes, trace: trace.clone() }
     }
 

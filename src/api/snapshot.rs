@@ -4,10 +4,10 @@
 //! for all of them. At most [`EXPORTS_MAX`] are read at a time. A client that reads too slowly is disconnected, because
 //! the database has to keep the state of the snapshot until it was read.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures_util::{Stream, future::join_all, stream};
+use futures_util::{future::join_all, stream};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
     time::{Instant, timeout},
@@ -15,9 +15,10 @@ use tokio::{
 use tonic::{Response, Status};
 use tracing::{error, info, warn};
 
-use super::STORAGE_VERSION;
-use crate::snapshot::{self, Content, Export, now};
+use super::{Responses, STORAGE_VERSION};
+use crate::snapshot::{self, Content, Export};
 use orlop_core::{
+    clock,
     metrics::Metrics,
     store::{PastError, Store, shared_query::SharedQuery},
     supervise::{catch_panics, log_request_panic, vital},
@@ -31,8 +32,6 @@ pub(super) const EXPORTS_MAX: usize = 4;
 /// Maximum time in which a client must accept a piece of about 1 MiB. The clients that share a snapshot wait for the
 /// slowest of them.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10);
-
-pub(super) type SnapshotStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// The snapshots of a server.
 #[derive(Clone)]
@@ -138,13 +137,13 @@ async fn send(mut export: Export, mut clients: Vec<Client>, metrics: Arc<Metrics
     let (bytes, clients, elapsed) = (export.bytes(), clients.len(), begun.elapsed());
     info!(bytes, clients, elapsed_ms = elapsed.as_millis(), "snapshot sent");
     metrics.maintenance.snapshot.observe(elapsed.as_secs_f64());
-    metrics.maintenance.set_last_snapshot(now());
+    metrics.maintenance.set_last_snapshot(clock::now());
 }
 
 impl Snapshots {
     /// Sends a snapshot. Each chunk contains the number of remaining bytes, so the whole store is read once before the
     /// first one.
-    pub(super) async fn send<T: From<Chunk> + 'static>(&self) -> Result<Response<SnapshotStream<T>>, Status> {
+    pub(super) async fn send<T: From<Chunk> + 'static>(&self) -> Result<Response<Responses<T>>, Status> {
         let pieces = self.0.query(()).await.unwrap_or_else(|| Err(failed("the server is stopping".to_owned())))?;
         let state = Some((Sent { pieces, bytes: 0 }, Bytes::new()));
         Ok(Response::new(Box::pin(stream::unfold(state, async |state| {

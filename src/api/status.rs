@@ -4,6 +4,9 @@ use tonic::{Code, Status};
 
 use orlop_core::{auth, overload::REQUEST_TIME_MAX, store};
 
+/// The text for [`store::Error::Stopped`].
+const SERVER_STOPPED: &str = "etcdserver: server stopped";
+
 /// A request that is invalid in any state of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Invalid {
@@ -53,8 +56,11 @@ pub fn from_store(error: store::Error) -> Status {
         Error::NoSpace => (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded"),
         Error::OutcomeUnknown => (Code::Unavailable, "etcdserver: request timed out"),
         Error::Unavailable => (Code::Unavailable, "etcdserver: no leader"),
-        Error::Stopped => (Code::Unavailable, "etcdserver: server stopped"),
+        Error::Stopped => (Code::Unavailable, SERVER_STOPPED),
         Error::Corrupt => (Code::DataLoss, "etcdserver: corrupt cluster"),
+        Error::Refused(reason) => {
+            return Status::failed_precondition(format!("orlop: the database refused the request: {reason}"));
+        }
         Error::Auth(error) => return Status::new(auth_code(error), format!("etcdserver: {error}")),
     };
     Status::new(code, text)
@@ -90,19 +96,23 @@ pub fn request_too_late() -> Status {
     Status::deadline_exceeded(format!("orlop: the message was not complete within {REQUEST_TIME_MAX:?}"))
 }
 
+/// Returns whether a status is that of [`store::Error::Stopped`].
+pub fn is_stopped(status: &Status) -> bool {
+    status.code() == Code::Unavailable && status.message() == SERVER_STOPPED
+}
+
 /// Returns the error of a request that panicked.
 pub fn panicked() -> Status {
     Status::internal("orlop: internal error; see the server's log")
 }
 
-/// Returns the error of a message that is too long, with the text of etcd's gRPC library.
-/// etcd's error for a method that a service does not have.
+/// Returns etcd's error for a method that a service does not have.
 pub fn unknown_method(path: &str) -> Status {
     let (service, method) = path.trim_start_matches('/').split_once('/').unwrap_or((path, ""));
     Status::unimplemented(format!("unknown method {method} for service {service}"))
 }
 
-/// etcd's error for a message that is longer than the server accepts.
+/// Returns the error of a message that is too long, with the text of etcd's gRPC library.
 pub fn message_too_large(bytes: usize, bytes_max: usize) -> Status {
     Status::resource_exhausted(format!("grpc: received message larger than max ({bytes} vs. {bytes_max})"))
 }
@@ -151,5 +161,8 @@ mod tests {
             let status = from_store(error);
             assert_eq!((status.code(), status.message()), (code, format!("etcdserver: {text}").as_str()));
         }
+        let refused = from_store(Error::Refused("a reason".to_owned()));
+        let text = "orlop: the database refused the request: a reason";
+        assert_eq!((refused.code(), refused.message()), (Code::FailedPrecondition, text));
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::{BufMut as _, Bytes};
-use futures_util::{Stream, StreamExt as _};
+use futures_util::StreamExt as _;
 use http::Request;
 use prost::Message as _;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -24,7 +24,7 @@ use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
 use super::{
-    Context,
+    Context, Responses,
     status::{from_store, panicked, unknown_method},
 };
 use crate::auth::Credentials;
@@ -87,7 +87,7 @@ struct WatchMethod(Arc<Context>);
 
 impl StreamingService<pb::WatchRequest> for WatchMethod {
     type Response = Frame;
-    type ResponseStream = Pin<Box<dyn Stream<Item = Result<Frame, Status>> + Send>>;
+    type ResponseStream = Responses<Frame>;
     type Future = std::future::Ready<Result<tonic::Response<Self::ResponseStream>, Status>>;
 
     fn call(&mut self, request: tonic::Request<Streaming<pb::WatchRequest>>) -> Self::Future {

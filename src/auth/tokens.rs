@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use foldhash::fast::RandomState;
@@ -20,7 +20,10 @@ use serde::{Deserialize, Serialize};
 use tonic::Status;
 
 use super::keys::Keys;
-use orlop_core::auth::{Caller, Credential, Identity};
+use orlop_core::{
+    auth::{Caller, Credential, Identity},
+    clock,
+};
 
 /// Maximum number of tokens that are known without verifying them again.
 const KNOWN_MAX: usize = 10_000;
@@ -150,9 +153,8 @@ impl Expiry {
 }
 
 /// Returns the seconds since 1970, by which claims are dated.
-#[expect(clippy::disallowed_methods, reason = "claims are dated by the wall clock")]
 fn now_secs() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+    clock::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
 #[cfg(test)]

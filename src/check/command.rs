@@ -6,9 +6,11 @@ use super::{
     Findings, Location, Plan, Report, Violation, check,
     progress::{Progress, Shown},
 };
-use crate::config::{Datastore, DatastoreFlags, Flags, Settings};
+use crate::{
+    config::{DatastoreFlags, Flags, Settings},
+    load,
+};
 use orlop_core::log::{self, Depth, Inspect};
-use orlop_sql::{PostgresView, SqliteView};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -70,10 +72,8 @@ enum Failure {
 }
 
 async fn open(settings: &Settings) -> Result<Box<dyn Inspect>, Failure> {
-    Ok(match settings.datastore().map_err(Failure::Settings)? {
-        Datastore::Sqlite(file) => Box::new(SqliteView::of_database(&file).await.map_err(Failure::Log)?),
-        Datastore::Postgres(endpoint) => Box::new(PostgresView::of_database(&endpoint).await.map_err(Failure::Log)?),
-    })
+    let datastore = settings.datastore().map_err(Failure::Settings)?;
+    load::view(&datastore).await.map_err(Failure::Log)
 }
 
 fn unreadable(limit: usize, what: String) -> Report {

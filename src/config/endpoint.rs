@@ -77,6 +77,12 @@ fn check_parameters(address: &str) -> Result<(), String> {
         if PARAMETERS.contains(&name) || name == "application_name" || name.starts_with("options[") {
             continue;
         }
+        if query.contains('@') {
+            // The name may be a part of a password that is not percent-encoded.
+            return Err("datastore-endpoint: unknown parameter with an @ behind it; special characters must be \
+                        percent-encoded in the password (? is %3F, & is %26, @ is %40)"
+                .to_owned());
+        }
         let meant = nearest(name, PARAMETERS.iter().copied(), usize::MAX).unwrap_or_default();
         return Err(format!("datastore-endpoint: unknown parameter {name}; did you mean {meant}?"));
     }

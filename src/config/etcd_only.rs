@@ -1,7 +1,10 @@
 //! Flags of etcd that have no meaning without Raft and Go. They are accepted, so that a command line written for etcd
 //! (for example by kubeadm) starts Orlop, and the log lists them.
 
-use std::ffi::{OsStr, OsString};
+use std::{
+    collections::HashSet,
+    ffi::{OsStr, OsString},
+};
 
 use clap::{
     Arg, ArgAction, ArgMatches, Command,
@@ -25,11 +28,30 @@ enum Kind {
     Switch,
     OneOf(&'static [&'static str]),
     PeerUrls,
-    /// URLs, or `*` for any.
-    Origins,
 }
 
-use Kind::{Duration, Number, OneOf, Origins, PeerUrls, Switch, Text};
+use Kind::{Duration, Number, OneOf, PeerUrls, Switch, Text};
+
+/// The setting with the members of a cluster. It is ignored too, unless the database cannot have several instances.
+pub(super) const INITIAL_CLUSTER: &str = "initial-cluster";
+
+/// Settings for which an empty text on the command line means the default, as in etcd. Some of the others may be empty,
+/// and etcd refuses the rest too.
+const EMPTY_IS_DEFAULT: [&str; 13] = [
+    "auto-compaction-mode",
+    "auto-compaction-retention",
+    "cert-file",
+    "client-crl-file",
+    "data-dir",
+    "key-file",
+    "log-format",
+    "log-level",
+    "metrics",
+    "snapshot-dir",
+    "tls-max-version",
+    "tls-min-version",
+    "trusted-ca-file",
+];
 
 /// Prefix of the flags that etcd 3.6 has renamed.
 const EXPERIMENTAL: &str = "experimental-";
@@ -44,7 +66,6 @@ const FLAGS: &[(&str, Kind)] = &[
     ("compact-hash-check-enabled", Switch),
     ("compact-hash-check-time", Duration),
     ("corrupt-check-time", Duration),
-    ("cors", Origins),
     ("discovery", Text),
     ("discovery-cacert", Text),
     ("discovery-cert", Text),
@@ -87,9 +108,8 @@ const FLAGS: &[(&str, Kind)] = &[
     ("force-new-cluster", Switch),
     ("grpc-keepalive-min-time", Duration),
     ("heartbeat-interval", Number),
-    ("host-whitelist", Text),
     ("initial-advertise-peer-urls", PeerUrls),
-    ("initial-cluster", Text),
+    (INITIAL_CLUSTER, Text),
     ("initial-cluster-state", OneOf(&["new", "existing"])),
     ("initial-cluster-token", Text),
     ("initial-election-tick-advance", Switch),
@@ -138,7 +158,6 @@ pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
             Number => flag.value_parser(value_parser!(u64)),
             Duration => flag.value_parser(ValueParser::new(str::parse::<Interval>)),
             PeerUrls => flag.value_parser(ValueParser::new(str::parse::<Urls>)),
-            Origins => flag.value_parser(ValueParser::new(origins)),
             OneOf(values) => flag.value_parser(PossibleValuesParser::new(*values)),
             // As in Go: --pre-vote or --pre-vote=false.
             Switch => {
@@ -148,15 +167,31 @@ pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
     })
 }
 
-fn origins(text: &str) -> Result<(), String> {
-    let urls: Vec<&str> = text.split(',').filter(|origin| !origin.is_empty() && *origin != "*").collect();
-    urls.join(",").parse::<Urls>().map(drop)
+/// The ignored flags on a command line.
+#[derive(Debug, Default)]
+pub struct IgnoredFlags {
+    pub names: Vec<&'static str>,
+    /// The members that `--initial-cluster` names.
+    pub initial_cluster: Option<String>,
 }
 
-/// Returns the ignored flags that were given.
-pub fn ignored_flags(matches: &ArgMatches) -> Vec<&'static str> {
-    let given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
-    FLAGS.iter().map(|(name, _)| *name).filter(given).collect()
+impl IgnoredFlags {
+    pub fn of(matches: &ArgMatches) -> Self {
+        let given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
+        let initial_cluster = matches.get_many::<String>(INITIAL_CLUSTER).and_then(|mut values| values.next_back());
+        Self {
+            names: FLAGS.iter().map(|(name, _)| *name).filter(given).collect(),
+            initial_cluster: initial_cluster.cloned(),
+        }
+    }
+}
+
+/// Returns the number of members in the text of `initial-cluster`: `a=http://a:2380,b=http://b:2380`. A member may have
+/// several URLs.
+pub(super) fn members(initial_cluster: &str) -> usize {
+    let members = initial_cluster.split(',').filter(|member| !member.is_empty());
+    let names: HashSet<&str> = members.map(|member| member.split_once('=').map_or(member, |(name, _)| name)).collect();
+    names.len()
 }
 
 /// Returns whether etcd has a flag with this name that Orlop ignores.
@@ -209,7 +244,11 @@ pub fn deprecated_flags(words: &[OsString]) -> Vec<String> {
 pub fn with_two_dashes(command: &Command, words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let is_flag = |name: &str| {
         let mut flags = command.get_arguments();
-        flags.any(|flag| flag.get_long() == Some(name) || flag.get_all_aliases().is_some_and(|all| all.contains(&name)))
+        // clap adds the first two when it reads the words.
+        ["help", "version"].contains(&name)
+            || flags.any(|flag| {
+                flag.get_long() == Some(name) || flag.get_all_aliases().is_some_and(|all| all.contains(&name))
+            })
     };
     let with_two = |word: OsString| {
         let flag = word.to_str().and_then(|word| word.strip_prefix('-'));
@@ -219,4 +258,61 @@ pub fn with_two_dashes(command: &Command, words: impl Iterator<Item = OsString>)
         }
     };
     words.map(with_two).collect()
+}
+
+/// Removes the server's flags whose value is empty and means the default: `--cert-file=`, or `--cert-file` and an empty
+/// word.
+pub fn without_empty_values(words: Vec<OsString>) -> Vec<OsString> {
+    // Other commands begin with their name.
+    if words.get(1).and_then(|word| word.to_str()).is_some_and(|word| !word.starts_with('-') && word != "serve") {
+        return words;
+    }
+    let mut kept: Vec<OsString> = Vec::with_capacity(words.len());
+    for word in words {
+        let is_flag = |word: &OsString| may_be_empty(word.to_str().unwrap_or_default());
+        if word.is_empty() && kept.last().is_some_and(is_flag) {
+            kept.pop();
+        } else if !word.to_str().and_then(|word| word.strip_suffix('=')).is_some_and(may_be_empty) {
+            kept.push(word);
+        }
+    }
+    kept
+}
+
+fn may_be_empty(flag: &str) -> bool {
+    flag.strip_prefix("--").is_some_and(|name| EMPTY_IS_DEFAULT.contains(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check_words(words: &[&str], want: &[&str]) {
+        let words = [&["orlop"][..], words].concat().into_iter().map(OsString::from).collect();
+        assert_eq!(without_empty_values(words), [&["orlop"][..], want].concat());
+    }
+
+    #[test]
+    fn empty_values_that_mean_the_default_are_removed() {
+        check_words(&["--cert-file=", "--metrics=", "--name=a"], &["--name=a"]);
+        check_words(&["--log-level", "", "--name", ""], &["--name", ""]);
+        check_words(&["serve", "--data-dir", ""], &["serve"]);
+        check_words(&["--cert-file=a", "--log-level", "info"], &["--cert-file=a", "--log-level", "info"]);
+        // etcd refuses these.
+        check_words(&["--initial-cluster-state=", "--max-txn-ops="], &["--initial-cluster-state=", "--max-txn-ops="]);
+        check_words(&["check", "--data-dir="], &["check", "--data-dir="]);
+    }
+
+    #[test]
+    fn members_are_counted_by_name() {
+        for (text, want) in [
+            ("", 0),
+            ("default=http://localhost:2380", 1),
+            ("a=http://a:2380,a=http://10.0.0.1:2380,", 1),
+            ("a=http://a:2380,b=http://b:2380,c=http://c:2380", 3),
+        ] {
+            assert_eq!(members(text), want, "{text}");
+        }
+    }
 }

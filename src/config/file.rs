@@ -4,7 +4,7 @@
 //! `peer-transport-security`, writes durations as numbers of nanoseconds, and has empty values and keys without a
 //! meaning here.
 
-use std::path::Path;
+use std::{fs, path::Path};
 
 use figment::{
     Metadata, Profile, Provider,
@@ -13,8 +13,8 @@ use figment::{
 };
 
 use super::{
-    etcd_only::{check_ignored, is_deprecated, is_ignored},
-    flags::setting_of,
+    etcd_only::{INITIAL_CLUSTER, check_ignored, is_deprecated, is_ignored},
+    flags::{is_duration, setting_of},
 };
 
 /// The keys of etcd's section with the TLS settings of clients, and the settings that they mean.
@@ -28,42 +28,77 @@ const CLIENT_SECURITY: [(&str, &str); 7] = [
     ("allowed-hostname", "client-cert-allowed-hostname"),
 ];
 
+/// The language of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Language {
+    Toml,
+    Yaml,
+}
+
+impl Language {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Toml => "TOML",
+            Self::Yaml => "YAML",
+        }
+    }
+}
+
 /// The content of a file in Orlop's form.
 pub(super) struct ConfigFile {
     metadata: Metadata,
+    language: Language,
     settings: Dict,
     /// Keys of etcd without a meaning here.
     pub(super) ignored: Vec<String>,
     /// Keys of etcd that have another name now.
     pub(super) deprecated: Vec<String>,
+    pub(super) initial_cluster: Option<String>,
 }
 
 impl ConfigFile {
-    /// Reads a file; its extension tells the format.
+    /// Reads a file; its extension tells the language.
     pub(super) fn read(file: &Path) -> Result<Self, String> {
-        if !file.is_file() {
-            return Err(format!("cannot read config-file {}", file.display()));
-        }
-        let yaml = file.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
-        if yaml { Self::of(&Yaml::file(file)) } else { Self::of(&Toml::file(file)) }
+        let text =
+            fs::read_to_string(file).map_err(|error| format!("cannot read config-file {}: {error}", file.display()))?;
+        let extension = file.extension().and_then(|extension| extension.to_str());
+        let language = if matches!(extension, Some("yaml" | "yml")) { Language::Yaml } else { Language::Toml };
+        let metadata = Metadata::from(format!("{} file", language.name()), file);
+        Self::parse(&text, language, metadata).map_err(|error| {
+            let hint = match extension {
+                Some("toml" | "yaml" | "yml") => "",
+                Some(_) | None => ": the file is read as TOML, because its name does not end in .yaml or .yml",
+            };
+            format!("{error} in {} file {}{hint}", language.name(), file.display())
+        })
     }
 
-    /// Reads a source and brings etcd's form into Orlop's.
-    pub(super) fn of(source: &dyn Provider) -> Result<Self, String> {
-        let metadata = source.metadata();
-        let located = |error: figment::Error| format!("{error} in {}", metadata.name);
-        let read = source.data().map_err(located)?.remove(&Profile::Default).unwrap_or_default();
-        let mut file = Self { metadata, settings: Dict::new(), ignored: Vec::new(), deprecated: Vec::new() };
+    /// Reads a text that is not in a file.
+    pub(super) fn of(text: &str, language: Language) -> Result<Self, String> {
+        Self::parse(text, language, Metadata::named(format!("{} text", language.name())))
+    }
+
+    /// Reads a text and brings etcd's form into Orlop's.
+    fn parse(text: &str, language: Language, metadata: Metadata) -> Result<Self, String> {
+        let read = match language {
+            Language::Toml => Toml::string(text).data(),
+            Language::Yaml => Yaml::string(text).data(),
+        };
+        let read = read.map_err(|error| without_content(&error))?.remove(&Profile::Default).unwrap_or_default();
+        let mut file = Self {
+            metadata,
+            language,
+            settings: Dict::new(),
+            ignored: Vec::new(),
+            deprecated: Vec::new(),
+            initial_cluster: None,
+        };
         for (key, value) in read {
-            let added = match (key.as_str(), value) {
-                ("client-transport-security", Value::Dict(_, section)) => file.add_security(section),
-                ("peer-transport-security", _) => {
-                    file.ignored.push(key);
-                    Ok(())
-                }
-                (name, value) => file.add(name, value),
-            };
-            added.map_err(|error| format!("{error} in {}", file.metadata.name))?;
+            match (key.as_str(), value) {
+                ("client-transport-security", Value::Dict(_, section)) => file.add_security(section)?,
+                ("peer-transport-security", _) => file.ignored.push(key),
+                (name, value) => file.add(name, value)?,
+            }
         }
         Ok(file)
     }
@@ -79,9 +114,16 @@ impl ConfigFile {
         if is_ignored(name) {
             check_ignored(name, &value)?;
             self.ignored.push(name.to_owned());
-        } else {
-            self.settings.insert(setting_of(name).map_or(name, String::as_str).to_owned(), value);
+            if name == INITIAL_CLUSTER {
+                self.initial_cluster = value.as_str().map(str::to_owned);
+            }
+            return Ok(());
         }
+        let setting = setting_of(name).map_or(name, String::as_str);
+        if self.language == Language::Toml && is_duration(setting) {
+            check_unit(name, &value)?;
+        }
+        self.settings.insert(setting.to_owned(), value);
         Ok(())
     }
 
@@ -93,6 +135,29 @@ impl ConfigFile {
     }
 }
 
+/// Refuses a duration without a unit. A file in YAML may be one of etcd, whose numbers are nanoseconds. In TOML, the
+/// author probably means seconds.
+fn check_unit(name: &str, value: &Value) -> Result<(), String> {
+    let Value::Num(_, number) = value else { return Ok(()) };
+    match number.to_u128_lossy() {
+        Some(0) => Ok(()),
+        Some(number) => Err(format!("{name} is a duration: write a unit, for example \"{number}s\"")),
+        None => Err(format!("{name} is a duration: write a number with a unit, for example \"10m\"")),
+    }
+}
+
+/// Returns the error of a parser without lines and values of the file, which may contain a password.
+fn without_content(error: &figment::Error) -> String {
+    let text = error.to_string();
+    if let Some((_, place)) = text.rsplit_once(", expected a map") {
+        return format!("expected keys and values{place}");
+    }
+    // The parser of TOML shows the line as ` 3 | key = value` and marks the place below it.
+    let is_shown = |line: &str| line.trim_start_matches(|c: char| c.is_ascii_digit() || c == ' ').starts_with('|');
+    let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty() && !is_shown(line)).collect();
+    lines.join(": ")
+}
+
 impl Provider for ConfigFile {
     fn metadata(&self) -> Metadata {
         self.metadata.clone()
@@ -100,5 +165,75 @@ impl Provider for ConfigFile {
 
     fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
         Ok(Profile::Default.collect(self.settings.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Flags, Settings};
+
+    /// Reads a file with this name and text. Returns the error, with the name of the file alone.
+    fn refused(name: &str, text: &str) -> String {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join(name);
+        fs::write(&file, text).expect("a file can be written");
+        let error = ConfigFile::read(&file).err().unwrap_or_else(|| panic!("{name} is read: {text}"));
+        error.replace(&format!("{}/", folder.path().display()), "")
+    }
+
+    #[test]
+    fn errors_tell_the_place_and_not_the_content() {
+        let misread = ": the file is read as TOML, because its name does not end in .yaml or .yml";
+        for (name, text, want) in [
+            (
+                "a.toml",
+                "a = 1\ndatastore-endpoint = \"postgres://u:secret@h/db\n",
+                "TOML parse error at line 2, column 47: invalid basic string in TOML file a.toml",
+            ),
+            ("a.yml", "datastore-endpoint=\"postgres://u:secret@h/db\"", "expected keys and values in YAML file a.yml"),
+            ("a.yaml", "- postgres://u:secret@h/db", "expected keys and values in YAML file a.yaml"),
+        ] {
+            assert_eq!(refused(name, text), want);
+        }
+        for name in ["etcd.conf", "etcd"] {
+            let error = refused(name, "name: secret\n");
+            assert!(error.ends_with(&format!(" in TOML file {name}{misread}")), "{error}");
+            assert!(error.starts_with("TOML parse error at line 1, column 5: "), "{error}");
+            assert!(!error.contains("secret"), "{error}");
+        }
+        let absent = ConfigFile::read(Path::new("/none/orlop.toml")).err();
+        let reason = "cannot read config-file /none/orlop.toml: No such file or directory (os error 2)";
+        assert_eq!(absent.as_deref(), Some(reason));
+    }
+
+    fn read(toml: Option<&str>, yaml: Option<&str>) -> Result<Settings, String> {
+        Settings::of_texts(toml, yaml, &[], &Flags::default())
+    }
+
+    #[test]
+    fn durations_in_toml_have_units() {
+        let error = read(Some("history-retention = 604800"), None).expect_err("no unit");
+        assert_eq!(error, "history-retention is a duration: write a unit, for example \"604800s\"");
+        for text in ["grpc-keepalive-timeout = -5", "snapshot-interval = 1.5"] {
+            assert!(read(Some(text), None).is_err_and(|error| error.contains("write a number with a unit")), "{text}");
+        }
+        let alias = "experimental-watch-progress-notify-interval = 5000000000";
+        assert!(read(Some(alias), None).is_err_and(|error| error.contains("write a unit")));
+        let secs = |read: Result<Settings, String>| read.expect("valid").history_retention.0.as_secs();
+        assert_eq!(secs(read(Some("history-retention = 0"), None)), 0);
+        assert_eq!(secs(read(Some("history-retention = '7d'"), None)), 604_800);
+        // Nanoseconds, as in etcd's file.
+        assert_eq!(secs(read(None, Some("history-retention: 5000000000"))), 5);
+    }
+
+    #[test]
+    fn numbers_have_no_units() {
+        for text in ["auth-token-ttl: 5m", "bcrypt-cost: 10k"] {
+            let error = read(None, Some(text)).expect_err(text);
+            assert!(error.contains(text.split_once(':').expect("a key").0), "{error}");
+        }
+        let settings = read(None, Some("auth-token-ttl: 60\nbcrypt-cost: 4")).expect("valid");
+        assert_eq!((settings.auth_token_ttl, settings.bcrypt_cost), (60, 4));
     }
 }

@@ -387,7 +387,7 @@ pub(super) fn switch<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool,
     }
 }
 
-/// A duration such as 10m, 1h30m or 500ms. In a file it may also be a number of nanoseconds, as in etcd's.
+/// A duration such as 10m, 1h30m or 500ms. In YAML it may also be a number of nanoseconds, as in etcd's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);
 

@@ -6,11 +6,11 @@
 
 use std::ffi::{OsStr, OsString};
 
-use figment::{Profile, Provider as _, providers::Serialized, value::Dict};
+use figment::{Profile, Provider as _, value::Dict};
 
 use super::{
     Flags,
-    etcd_only::{is_deprecated, is_ignored},
+    etcd_only::{INITIAL_CLUSTER, is_deprecated, is_ignored},
     flags::{Given, setting_of, settings},
 };
 
@@ -29,6 +29,7 @@ pub(super) struct Variables {
     pub(super) unrecognized: Vec<String>,
     /// Flags of etcd whose variables are set and that have another name now.
     pub(super) deprecated: Vec<String>,
+    pub(super) initial_cluster: Option<String>,
 }
 
 impl Variables {
@@ -37,7 +38,8 @@ impl Variables {
     /// # Errors
     ///
     /// If a value is invalid, or the name of an ORLOP_* variable is almost that of a setting. Other names are ignored:
-    /// tests use some, and Kubernetes sets ORLOP_PORT and others in every pod beside a Service named orlop.
+    /// tests use some, and Kubernetes sets ORLOP_PORT and others in every pod beside a Service named orlop, and
+    /// ORLOP_DEFAULT_PORT and others beside one named orlop-default.
     pub(super) fn read(variables: impl Iterator<Item = (String, OsString)>) -> Result<Self, String> {
         let mut read = Self::default();
         let (mut defaults, mut orlop, mut etcd) = (Given::default(), Given::default(), Given::default());
@@ -45,12 +47,16 @@ impl Variables {
             if let Some(key) = name.strip_prefix("ORLOP_DEFAULT_").map(setting_name) {
                 match setting_of(&key) {
                     Some(setting) if *setting == key => defaults.add(&key, &text, &name)?,
-                    _ => return Err(format!("unknown variable {name}: {key} is no setting")),
+                    Some(setting) => return Err(format!("unknown variable {name}: the setting is named {setting}")),
+                    None if key == "config-file" => {
+                        return Err(format!("unknown variable {name}: config-file has no default"));
+                    }
+                    None => check_name("ORLOP_DEFAULT_", &name)?,
                 }
             } else if let Some(key) = name.strip_prefix("ORLOP_").map(setting_name) {
                 match setting_of(&key) {
                     Some(setting) if *setting == key => orlop.add(&key, &text, &name)?,
-                    _ => check_name(&name)?,
+                    _ => check_name("ORLOP_", &name)?,
                 }
             } else if let Some(key) = name.strip_prefix("ETCD_").map(setting_name) {
                 read.add_etcd(&mut etcd, key, name, &text)?;
@@ -73,6 +79,9 @@ impl Variables {
             return Ok(());
         }
         given.add(&key, text, &name)?;
+        if key == INITIAL_CLUSTER {
+            self.initial_cluster = text.to_str().map(str::to_owned);
+        }
         if is_ignored {
             self.ignored.push(name);
         }
@@ -98,7 +107,7 @@ impl Variables {
 
 /// Returns the given settings.
 fn dict(flags: &Flags) -> Result<Dict, String> {
-    let data = Serialized::defaults(flags).data().map_err(|error| error.to_string())?;
+    let data = flags.data().map_err(|error| error.to_string())?;
     Ok(data.get(&Profile::Default).cloned().unwrap_or_default())
 }
 
@@ -111,9 +120,11 @@ fn variable(prefix: &str, setting: &str) -> String {
     format!("{prefix}{}", setting.replace('-', "_").to_uppercase())
 }
 
-fn check_name(name: &str) -> Result<(), String> {
-    let known: Vec<String> = settings().chain(["config-file"]).map(|setting| variable("ORLOP_", setting)).collect();
-    if known.iter().any(|known| known == name) {
+/// Refuses the name of a variable that is almost that of a setting.
+fn check_name(prefix: &str, name: &str) -> Result<(), String> {
+    let known: Vec<String> = settings().chain(["config-file"]).map(|setting| variable(prefix, setting)).collect();
+    // Kubernetes' PORT differs from CORS in two letters.
+    if known.iter().any(|known| known == name) || name.strip_prefix(prefix) == Some("PORT") {
         return Ok(());
     }
     match nearest(name, known.iter().map(String::as_str), MISSPELT_EDITS_MAX) {
@@ -148,8 +159,28 @@ mod tests {
             let settings = Settings::of_texts(toml, None, &variables, &Flags::default()).expect("it is valid");
             assert_eq!(settings.data_dir, Path::new(expected), "{toml:?} {variable:?}");
         }
-        let unknown = [("ORLOP_DEFAULT_DATADIR".to_owned(), "/x".to_owned())];
-        let refused = Settings::of_texts(None, None, &unknown, &Flags::default()).err();
-        assert_eq!(refused.as_deref(), Some("unknown variable ORLOP_DEFAULT_DATADIR: datadir is no setting"));
+    }
+
+    #[test]
+    fn only_names_that_are_almost_settings_are_refused() {
+        let read = |name: &str| {
+            let variables = [(name.to_owned(), "tcp://10.0.0.1:2379".to_owned())];
+            Settings::of_texts(None, None, &variables, &Flags::default()).map(drop)
+        };
+        for (name, meant) in [
+            ("ORLOP_DATADIR", "ORLOP_DATA_DIR"),
+            ("ORLOP_DEFAULT_DATADIR", "ORLOP_DEFAULT_DATA_DIR"),
+            ("ORLOP_CORSS", "ORLOP_CORS"),
+        ] {
+            assert_eq!(read(name), Err(format!("unknown variable {name}; did you mean {meant}?")));
+        }
+        let no_default = "unknown variable ORLOP_DEFAULT_CONFIG_FILE: config-file has no default";
+        assert_eq!(read("ORLOP_DEFAULT_CONFIG_FILE"), Err(no_default.to_owned()));
+        // Kubernetes sets these beside a Service.
+        for service in ["ORLOP", "ORLOP_DEFAULT"] {
+            for rest in ["PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_CLIENT", "PORT_2379_TCP_ADDR"] {
+                assert_eq!(read(&format!("{service}_{rest}")), Ok(()), "{service}_{rest}");
+            }
+        }
     }
 }

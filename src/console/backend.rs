@@ -13,7 +13,6 @@ use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
         WatchCreateRequest, WatchRequest, WatchResponse,
-        auth_client::AuthClient,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
         watch_request::RequestUnion,
@@ -152,7 +151,7 @@ impl Backend {
 
     /// Returns whether users have to log in.
     pub async fn is_auth_enabled(&self, client: &Client) -> Result<bool, Failure> {
-        let mut auth = AuthClient::with_origin(client.connection().clone(), client.origin().clone());
+        let mut auth = client.auth();
         let failure = match within(auth.auth_status(AuthStatusRequest {})).await {
             Ok(status) => return Ok(status.into_inner().enabled),
             // etcd before 3.5 reports it only in the answer to a login.
@@ -172,7 +171,7 @@ impl Backend {
     /// Returns a token for a user; `None` if authentication is disabled.
     pub async fn log_in(&self, name: String, password: String) -> Result<Option<HeaderValue>, LogInError> {
         let client = self.client().await.map_err(LogInError::Failed)?;
-        let mut auth = AuthClient::with_origin(client.connection().clone(), client.origin().clone());
+        let mut auth = client.auth();
         match within(auth.authenticate(AuthenticateRequest { name, password })).await {
             Ok(response) => match HeaderValue::try_from(response.into_inner().token) {
                 Ok(token) => Ok(Some(token)),

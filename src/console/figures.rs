@@ -6,7 +6,7 @@ use orlop_client::Client;
 use tokio::{sync::Mutex, time::Instant};
 
 use super::backend::Failure;
-use crate::insight::{Figures, Sizes, SizesReader, Snapshot, Source, Wanted};
+use crate::insight::{Figures, Sizes, SizesReader, Source, Wanted};
 
 /// Minimum time between two reads. Earlier requests get the figures of the last one.
 const READ_PAUSE: Duration = Duration::from_millis(900);
@@ -31,7 +31,7 @@ pub(super) struct Live {
 #[derive(Default)]
 struct State {
     source: Option<Source>,
-    last: Option<(Instant, Snapshot, Shown)>,
+    last: Option<(Instant, Shown)>,
     points: VecDeque<Point>,
 }
 
@@ -62,8 +62,8 @@ impl Live {
     pub async fn figures(&self, client: &Client) -> Result<Shown, Failure> {
         let mut state = self.state.lock().await;
         match &state.last {
-            Some((read_at, _, shown)) if read_at.elapsed() < READ_PAUSE => return Ok(shown.clone()),
-            Some((read_at, ..)) if read_at.elapsed() > GAP_MAX => *state = State::default(),
+            Some((read_at, shown)) if read_at.elapsed() < READ_PAUSE => return Ok(shown.clone()),
+            Some((read_at, _)) if read_at.elapsed() > GAP_MAX => *state = State::default(),
             Some(_) | None => {}
         }
         if state.source.as_ref().is_none_or(Source::is_lost) {
@@ -77,7 +77,7 @@ impl Live {
         if snapshot.missing.values().any(|reason| Failure::of_part(reason.clone()) == Failure::LoggedOut) {
             return Err(Failure::LoggedOut);
         }
-        let figures = Figures::new(last.as_ref().map(|(_, before, _)| before), &snapshot);
+        let figures = Figures::new(last.as_ref().map(|(_, before)| &before.figures.now), snapshot);
         if let Some(point) = Point::of(&figures) {
             if points.len() == POINTS_MAX {
                 points.pop_front();
@@ -85,7 +85,7 @@ impl Live {
             points.push_back(point);
         }
         let shown = Shown { figures: Arc::new(figures), points: points.iter().copied().collect() };
-        *last = Some((Instant::now(), snapshot, shown.clone()));
+        *last = Some((Instant::now(), shown.clone()));
         Ok(shown)
     }
 

@@ -23,7 +23,7 @@ use super::{
     server::Console,
     session::{FormToken, Visitor},
 };
-use crate::history::time::shown_time;
+use crate::history::{shown_key, time::shown_time};
 
 /// The style sheet. It is a part of each page, because a browser paints nothing before it has the style sheet.
 pub(super) const STYLE: &str = include_str!("assets/style.css");
@@ -244,17 +244,9 @@ pub(super) async fn unknown(State(console): State<Console>, headers: HeaderMap) 
     frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content)
 }
 
-/// Returns a key as text without control characters; bytes that are not UTF-8 are escaped.
-pub(super) fn key_text(key: &[u8]) -> String {
-    match std::str::from_utf8(key) {
-        Ok(text) => escaped(text).replace('\t', "\\t"),
-        Err(_) => key.escape_ascii().to_string(),
-    }
-}
-
 /// Returns the field of a form in which a prefix is typed. It is empty if the prefix cannot be shown as it is.
 fn prefix_field(prefix: &[u8]) -> Markup {
-    let text = std::str::from_utf8(prefix).ok().filter(|text| escaped(text) == *text);
+    let text = std::str::from_utf8(prefix).ok().filter(|text| shown_key(text.as_bytes()) == *text);
     html! {
         label for="prefix" { "Prefix" }
         input id="prefix" name="prefix" value=(text.unwrap_or_default()) autocapitalize="none" autocomplete="off"
@@ -264,7 +256,7 @@ fn prefix_field(prefix: &[u8]) -> Markup {
 
 /// Returns a link to the page of a key.
 pub(super) fn key_link(key: &[u8]) -> Markup {
-    html! { a.key href=(format!("/key?key={}", encoded(key))) { (key_text(key)) } }
+    html! { a.key href=(format!("/key?key={}", encoded(key))) { (shown_key(key)) } }
 }
 
 /// Returns a hidden field with a key.
@@ -285,9 +277,9 @@ fn path(place: &str, key: &[u8]) -> Markup {
         nav.path aria-label="Prefixes" {
             a href=(place) { "all keys" }
             @for (prefix, segment) in steps {
-                " " a.key href=(format!("{place}?prefix={}", encoded(prefix))) { (key_text(segment)) }
+                " " a.key href=(format!("{place}?prefix={}", encoded(prefix))) { (shown_key(segment)) }
             }
-            @if start < key.len() { " " span.key { (key_text(&key[start..])) } }
+            @if start < key.len() { " " span.key { (shown_key(&key[start..])) } }
         }
     }
 }

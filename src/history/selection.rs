@@ -1,6 +1,7 @@
 //! The keys of a command.
 
 use orlop_core::types::prefix_end;
+use orlop_objects::is_hazard;
 
 /// A key or a prefix.
 #[derive(Clone, Debug, clap::Args)]
@@ -71,14 +72,14 @@ fn parse_key(text: &str) -> Result<Key, String> {
     Ok(Key(key))
 }
 
-/// Formats a key so that [`Selection`] reads it again and a terminal is not controlled by it.
+/// Formats a key so that [`Selection`] reads it again. The text cannot control a terminal or the direction of text.
 pub(crate) fn shown_key(key: &[u8]) -> String {
     let mut shown = String::with_capacity(key.len());
     for chunk in key.utf8_chunks() {
         for character in chunk.valid().chars() {
             match character {
                 '\\' => shown.push_str("\\\\"),
-                character if character.is_control() => {
+                character if is_hazard(character) => {
                     let mut buffer = [0; 4];
                     character
                         .encode_utf8(&mut buffer)
@@ -99,9 +100,16 @@ mod tests {
 
     #[test]
     fn keys_are_read_as_they_are_shown() {
-        for key in [&b"/registry/pods"[..], b"a\\b", b"\x00\x1b[31m", "\u{fc}\u{85}".as_bytes(), b"\xff\xfe a"] {
+        for key in [
+            &b"/registry/pods"[..],
+            b"a\\b",
+            b"\x00\x1b[31m",
+            "\u{fc}\u{85}".as_bytes(),
+            "a\u{202e}b".as_bytes(),
+            b"\xff\xfe a",
+        ] {
             let shown = shown_key(key);
-            assert!(!shown.chars().any(char::is_control), "{shown:?}");
+            assert!(!shown.contains(is_hazard), "{shown:?}");
             assert_eq!(parse_key(&shown), Ok(Key(key.to_vec())), "{shown}");
         }
         for invalid in ["\\", "\\x1", "\\xzz", "\\n"] {

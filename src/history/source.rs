@@ -6,7 +6,6 @@ use std::{
 };
 
 use orlop_client::{Client, ServerFlags, describe};
-use orlop_sql::{PostgresView, SqliteView};
 use orlop_wire::proto::client::{
     mvccpb::KeyValue,
     orlopb::{
@@ -28,8 +27,8 @@ use super::{
     time::{Point, shown_time},
 };
 use crate::{
-    config::{Datastore, DatastoreFlags, Flags, Settings},
-    server,
+    config::{DatastoreFlags, Flags, Settings},
+    load, server,
 };
 
 /// The flags for the store of a command.
@@ -51,10 +50,7 @@ impl SourceFlags {
         }
         let settings = Settings::load(&Flags::from(self.datastore.clone()))?;
         // A server would create a database that does not exist.
-        match settings.datastore()? {
-            Datastore::Sqlite(file) => drop(SqliteView::of_database(&file).await?),
-            Datastore::Postgres(endpoint) => drop(PostgresView::of_database(&endpoint).await?),
-        }
+        drop(load::view(&settings.datastore()?).await?);
         let local = Local::start(settings)?;
         let server = self.server.at(&format!("unix://{}", local.socket.display()))?;
         match local.connect(&server).await {

@@ -2,8 +2,10 @@
 
 use std::{
     str::FromStr,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, UNIX_EPOCH},
 };
+
+use orlop_core::clock::{self, unix_ms};
 
 /// A revision or a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,13 +55,7 @@ impl Point {
 }
 
 pub(super) fn now_ms() -> i64 {
-    #[expect(clippy::disallowed_methods, reason = "people give times of their clock")]
-    unix_ms(SystemTime::now())
-}
-
-fn unix_ms(time: SystemTime) -> i64 {
-    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+    unix_ms(clock::now())
 }
 
 /// The last second of the year 9999, after which a time has no RFC 3339 form.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use orlop_client::describe;
 use orlop_objects::{Shown, diff};
 use orlop_wire::proto::client::{
-    etcdserverpb::{WatchCreateRequest, WatchRequest, watch_client::WatchClient, watch_request::RequestUnion},
+    etcdserverpb::{WatchCreateRequest, WatchRequest, watch_request::RequestUnion},
     mvccpb::{KeyValue, event::EventType},
     orlopb::{HistoryChange, HistoryChangesRequest, HistoryStateResponse},
 };
@@ -211,9 +211,7 @@ impl Printer<'_> {
         let create =
             WatchCreateRequest { key: key.into(), range_end: range_end.into(), start_revision, ..Default::default() };
         let create = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-        let client = self.source.client();
-        let mut watch = WatchClient::with_origin(client.connection().clone(), client.origin().clone())
-            .max_decoding_message_size(usize::MAX);
+        let mut watch = self.source.client().watch();
         // The request stream stays open, because its end ends the watch.
         let requests = tokio_stream::StreamExt::chain(tokio_stream::once(create), tokio_stream::pending());
         let mut events = watch.watch(requests).await.map_err(|status| describe(&status))?.into_inner();

@@ -11,7 +11,7 @@ use axum::{
     Router,
     extract::{Path, Query},
     http::{
-        HeaderName, StatusCode,
+        StatusCode,
         header::{CONTENT_DISPOSITION, CONTENT_TYPE},
     },
     response::{Html, IntoResponse as _, Redirect, Response},
@@ -20,11 +20,11 @@ use axum::{
 use serde_json::json;
 
 use self::memory::Memory;
+use super::NO_SNIFF;
 
 const JSON: &str = "application/json; charset=utf-8";
 const TEXT: &str = "text/plain; charset=utf-8";
 const BINARY: &str = "application/octet-stream";
-const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
 const INDEX: &str = r#"<html>
 <head><title>/debug/pprof/</title></head>

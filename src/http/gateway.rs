@@ -35,7 +35,10 @@ use self::{
     values::Values,
 };
 use crate::{
-    api::status::{message_too_large, request_too_late, too_many_requests},
+    api::{
+        grpc::frame::{FRAME_HEADER_BYTES, announced_len},
+        status::{message_too_large, request_too_late, too_many_requests},
+    },
     net::Remote,
 };
 use orlop_core::overload::{PartialRequest, PartialRequests};
@@ -45,7 +48,6 @@ use orlop_wire::proto::DESCRIPTORS;
 /// takes a third more than the bytes; the rest is for names of fields and white space.
 const JSON_FACTOR: usize = 2;
 const JSON_SLACK_BYTES: usize = 64 << 10;
-const FRAME_HEADER_BYTES: usize = 5;
 
 /// Paths and their calls.
 const PATHS: [(&str, &str); 50] = [
@@ -237,7 +239,7 @@ fn frame(message: &DynamicMessage) -> Bytes {
     let mut bytes = BytesMut::with_capacity(FRAME_HEADER_BYTES + len);
     bytes.put_u8(0);
     bytes.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
-    bytes.put_slice(&message.encode_to_vec());
+    message.encode_raw(&mut bytes);
     bytes.freeze()
 }
 
@@ -299,13 +301,13 @@ enum StreamState {
     Ended,
 }
 
-/// Returns the gRPC status in headers or trailers.
-fn status(headers: &HeaderMap) -> Option<Status> {
-    Status::from_header_map(headers)
+/// Returns the gRPC status in headers or trailers, if it is an error.
+fn failure(headers: &HeaderMap) -> Option<Status> {
+    Status::from_header_map(headers).filter(|status| status.code() != Code::Ok)
 }
 
 async fn unary_response(response: Response, kind: MessageDescriptor, memory: &Memory) -> Result<Response, Status> {
-    if let Some(status) = status(response.headers()).filter(|status| status.code() != Code::Ok) {
+    if let Some(status) = failure(response.headers()) {
         return Err(status);
     }
     let mut body = response.into_body();
@@ -314,12 +316,12 @@ async fn unary_response(response: Response, kind: MessageDescriptor, memory: &Me
         match frame.map_err(|error| Status::internal(error.to_string()))?.into_data() {
             Ok(data) => received.extend_from_slice(&data),
             Err(frame) => {
-                if let Some(status) = frame.trailers_ref().and_then(status).filter(|status| status.code() != Code::Ok) {
+                if let Some(status) = frame.trailers_ref().and_then(failure) {
                     return Err(status);
                 }
             }
         }
-        if let Some(len) = message_len(&received).filter(|_| reserved.is_none()) {
+        if let Some(len) = announced_len(&received).filter(|_| reserved.is_none()) {
             reserved = Some(memory.reserve(len).await?);
         }
     }
@@ -356,10 +358,9 @@ pub fn json(kind: MessageDescriptor, bytes: Bytes) -> Result<Vec<u8>, Status> {
 
 /// Converts a response stream to JSON, one message per line.
 fn stream_responses(response: Response, kind: MessageDescriptor, memory: Memory) -> Response {
-    let failed = status(response.headers()).filter(|status| status.code() != Code::Ok);
-    if let Some(failed) = failed {
-        let line = format!("{{\"error\":{}}}\n", error_json(&failed));
-        return (http_status(failed.code()), [(header::CONTENT_TYPE, "application/json")], line).into_response();
+    if let Some(status) = failure(response.headers()) {
+        let line = error_line(&status);
+        return (http_status(status.code()), [(header::CONTENT_TYPE, "application/json")], line).into_response();
     }
     let start = (response.into_body(), kind, memory, BytesMut::new(), StreamState::Open);
     let lines = stream::unfold(start, |(mut body, kind, memory, mut received, mut state)| async move {
@@ -369,7 +370,7 @@ fn stream_responses(response: Response, kind: MessageDescriptor, memory: Memory)
                     Ok(line) => line,
                     Err(status) => {
                         state = StreamState::Ended;
-                        format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes()
+                        error_line(&status)
                     }
                 };
                 return Some((Ok::<_, Infallible>(line), (body, kind, memory, received, state)));
@@ -380,15 +381,14 @@ fn stream_responses(response: Response, kind: MessageDescriptor, memory: Memory)
                         received.extend_from_slice(&data);
                         continue;
                     }
-                    Err(frame) => frame.trailers_ref().and_then(status).filter(|status| status.code() != Code::Ok),
+                    Err(frame) => frame.trailers_ref().and_then(failure),
                 },
                 Some(Err(error)) => Some(Status::unavailable(error.to_string())),
                 None => None,
             };
             state = StreamState::Ended;
             if let Some(status) = failed {
-                let line = format!("{{\"error\":{}}}\n", error_json(&status)).into_bytes();
-                return Some((Ok(line), (body, kind, memory, received, state)));
+                return Some((Ok(error_line(&status)), (body, kind, memory, received, state)));
             }
         }
         None
@@ -405,7 +405,7 @@ async fn result_line(kind: MessageDescriptor, message: Bytes, memory: &Memory) -
 
 /// Returns the first message when it is complete.
 fn take_message(received: &mut BytesMut) -> Option<Bytes> {
-    let len = message_len(received)?;
+    let len = announced_len(received)?;
     if received.len() < FRAME_HEADER_BYTES + len {
         return None;
     }
@@ -413,13 +413,13 @@ fn take_message(received: &mut BytesMut) -> Option<Bytes> {
     Some(received.split_to(len).freeze())
 }
 
-/// Returns the message length in a frame header.
-fn message_len(received: &[u8]) -> Option<usize> {
-    Some(u32::from_be_bytes(received.get(1..FRAME_HEADER_BYTES)?.try_into().ok()?) as usize)
-}
-
 fn error_response(status: &Status) -> Response {
     (http_status(status.code()), [(header::CONTENT_TYPE, "application/json")], error_json(status)).into_response()
+}
+
+/// Returns an error as a line of a response stream.
+fn error_line(status: &Status) -> Vec<u8> {
+    format!("{{\"error\":{}}}\n", error_json(status)).into_bytes()
 }
 
 fn error_json(status: &Status) -> String {

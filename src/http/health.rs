@@ -4,13 +4,14 @@
 //! real reads. The check `progress`, which etcd does not have, reports the result of the watchdog. The state of the
 //! database does not affect `/livez`.
 
+use super::NO_SNIFF;
 use crate::api::status::from_store;
 use std::{sync::Arc, time::Duration};
 
 use axum::{
     Router,
     extract::{Path, Query, State},
-    http::{HeaderName, StatusCode},
+    http::StatusCode,
     response::{IntoResponse as _, Response},
     routing::get,
 };
@@ -25,7 +26,6 @@ use orlop_core::{
 /// Maximum time of a check. It is shorter than the 7 s for which requests wait for the database, so that a prober
 /// receives the result before its own timeout.
 const CHECK_MAX: Duration = Duration::from_secs(5);
-pub(super) const NO_SNIFF: (HeaderName, &str) = (HeaderName::from_static("x-content-type-options"), "nosniff");
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Check {

@@ -33,7 +33,6 @@ async fn metrics(State(Settings { store, tls, .. }): State<Settings>) -> Respons
     let metrics = store.metrics();
     let _in_flight = InFlight::new(&metrics.scrapes.in_flight);
     store.update_gauges().await;
-    update_descriptor_gauges(metrics);
     if let Some(tls) = tls {
         metrics.state.certificate_expiry.with_label_values::<&str>(&[]).set(tls.certificate_expiry());
     }
@@ -58,17 +57,5 @@ impl<'a> InFlight<'a> {
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         self.0.dec();
-    }
-}
-
-/// Updates the gauges of open files and of their limit, if the system reports them.
-fn update_descriptor_gauges(metrics: &orlop_core::metrics::Metrics) {
-    if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
-        metrics.state.fds_used.set(i64::try_from(open.count()).unwrap_or(i64::MAX));
-    }
-    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    let limit = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
-    if let Some(limit) = limit.and_then(|line| line.split_whitespace().next()?.parse().ok()) {
-        metrics.state.fds_limit.set(limit);
     }
 }

@@ -48,7 +48,7 @@ async fn respond(State(starting): State<Starting>, request: Request) -> Response
                 "/readyz" => format!("[-]start failed: {reason}\nreadyz check failed\n"),
                 _ => format!("{reason}\n"),
             };
-            (StatusCode::SERVICE_UNAVAILABLE, [super::health::NO_SNIFF], text).into_response()
+            (StatusCode::SERVICE_UNAVAILABLE, [super::NO_SNIFF], text).into_response()
         }
     }
 }

@@ -29,6 +29,8 @@ pub struct Calls {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
     pub buckets: Vec<(f64, f64)>,
+    /// Sum of the observations in seconds.
+    pub sum: f64,
     pub count: f64,
 }
 
@@ -106,24 +108,27 @@ fn durations(page: &MetricsPage) -> BTreeMap<String, Histogram> {
     found
 }
 
-/// Returns the histograms of a metric, added up by the method that `method` derives from their labels.
-fn histograms(
+/// Returns the histograms of a metric, added up by the name that `name` derives from their labels.
+pub(crate) fn histograms(
     page: &MetricsPage,
     metric: &str,
-    method: impl Fn(&Labels<'_>) -> Option<String>,
+    name: impl Fn(&Labels<'_>) -> Option<String>,
 ) -> BTreeMap<String, Histogram> {
     let mut all = BTreeMap::<String, Histogram>::new();
     for (labels, value) in page.series(&format!("{metric}_bucket")) {
         let bound = labels.get("le").and_then(|bound| bound.parse::<f64>().ok()).filter(|bound| bound.is_finite());
-        let (Some(method), Some(bound)) = (method(&labels), bound) else { continue };
-        let buckets = &mut all.entry(method).or_default().buckets;
+        let (Some(name), Some(bound)) = (name(&labels), bound) else { continue };
+        let buckets = &mut all.entry(name).or_default().buckets;
         match buckets.iter_mut().find(|(known, _)| *known == bound) {
             Some((_, count)) => *count += value,
             None => buckets.push((bound, value)),
         }
     }
+    for (labels, value) in page.series(&format!("{metric}_sum")) {
+        name(&labels).into_iter().for_each(|name| all.entry(name).or_default().sum += value);
+    }
     for (labels, value) in page.series(&format!("{metric}_count")) {
-        method(&labels).into_iter().for_each(|method| all.entry(method).or_default().count += value);
+        name(&labels).into_iter().for_each(|name| all.entry(name).or_default().count += value);
     }
     all.values_mut().for_each(|histogram| histogram.buckets.sort_by(|a, b| a.0.total_cmp(&b.0)));
     all
@@ -135,7 +140,7 @@ impl Histogram {
         let Some(before) = before.filter(|before| before.count <= self.count) else { return self.clone() };
         let earlier = |bound: f64| before.buckets.iter().find(|(known, _)| *known == bound).map_or(0.0, |(_, n)| *n);
         let buckets = self.buckets.iter().map(|(bound, count)| (*bound, (count - earlier(*bound)).max(0.0))).collect();
-        Self { buckets, count: self.count - before.count }
+        Self { buckets, sum: self.sum - before.sum, count: self.count - before.count }
     }
 
     /// Returns a quantile in seconds, interpolated within its bucket as Prometheus does; the last bound if it is above
@@ -161,7 +166,7 @@ mod tests {
     use super::*;
 
     fn histogram(buckets: &[(f64, f64)], count: f64) -> Histogram {
-        Histogram { buckets: buckets.to_vec(), count }
+        Histogram { buckets: buckets.to_vec(), sum: 0.0, count }
     }
 
     #[test]

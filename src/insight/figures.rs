@@ -1,33 +1,22 @@
 //! Figures from two snapshots. Pure.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::time::Duration;
 
 use serde::Serialize;
 
-use super::{
-    Counters, Histogram,
-    parts::{Leases, Members, ServerState, Sizes, SlowRequests, Snapshot, Watchers},
-};
+use super::{Counters, Histogram, Snapshot};
 
 /// Everything that is shown about a server.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Figures {
-    pub endpoint: String,
-    /// Time of the newer snapshot.
-    pub unix_ms: i64,
-    pub server: ServerState,
+    /// The newer snapshot.
+    #[serde(flatten)]
+    pub now: Snapshot,
     /// `None`: there is only one snapshot, or the server's metrics are not available.
     pub rates: Option<Rates>,
     /// The methods that were called between the snapshots, those with the most calls first.
     pub operations: Option<Vec<Operation>>,
-    pub members: Option<Members>,
-    pub watchers: Option<Watchers>,
-    pub leases: Option<Leases>,
-    pub slow_requests: Option<SlowRequests>,
-    pub sizes: Option<Sizes>,
-    /// Why a part is `None`, by its name.
-    pub missing: BTreeMap<&'static str, String>,
 }
 
 /// Changes between the two snapshots.
@@ -62,7 +51,7 @@ pub struct Operation {
 
 impl Figures {
     /// Computes the figures of `now`, with rates since `before`.
-    pub fn new(before: Option<&Snapshot>, now: &Snapshot) -> Self {
+    pub fn new(before: Option<&Snapshot>, now: Snapshot) -> Self {
         let interval = before.map(|before| (before, now.taken_at.saturating_duration_since(before.taken_at)));
         let interval = interval.filter(|(_, interval)| !interval.is_zero());
         let counted = interval
@@ -72,19 +61,7 @@ impl Figures {
             let revisions = (now.server.revision - before.server.revision).max(0) as f64;
             Rates { revisions_per_sec: revisions / interval.as_secs_f64(), ..rates(old, new, interval, operations) }
         });
-        Self {
-            endpoint: now.endpoint.clone(),
-            unix_ms: now.unix_ms,
-            server: now.server.clone(),
-            rates,
-            operations,
-            members: now.members.clone(),
-            watchers: now.watchers.clone(),
-            leases: now.leases.clone(),
-            slow_requests: now.slow_requests.clone(),
-            sizes: now.sizes.clone(),
-            missing: now.missing.clone(),
-        }
+        Self { now, rates, operations }
     }
 }
 
@@ -131,10 +108,13 @@ fn operations(before: &Counters, after: &Counters, interval: Duration) -> Vec<Op
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use orlop_client::MetricsPage;
     use tokio::time::Instant;
 
     use super::*;
+    use crate::insight::ServerState;
 
     /// Returns a snapshot with these numbers of puts, failed puts, puts up to 1 ms and up to 2 ms.
     fn snapshot(taken_at: Instant, revision: i64, puts: [u64; 4]) -> Snapshot {
@@ -170,7 +150,7 @@ mod tests {
         let start = Instant::now();
         let at =
             |(ms, revision, puts): (u64, i64, [u64; 4])| snapshot(start + Duration::from_millis(ms), revision, puts);
-        let figures = Figures::new(Some(&at(before)), &at(after));
+        let figures = Figures::new(Some(&at(before)), at(after));
         let got = figures.operations.as_deref().and_then(|operations| {
             let put = operations.iter().find(|operation| operation.method == "KV/Put")?;
             let p50 = put.p50_secs.map(|secs| (secs * 1e6).round() / 1e3);
@@ -191,7 +171,7 @@ mod tests {
 
     #[test]
     fn one_snapshot_has_no_rates() {
-        let figures = Figures::new(None, &snapshot(Instant::now(), 1, [0; 4]));
+        let figures = Figures::new(None, snapshot(Instant::now(), 1, [0; 4]));
         assert_eq!((&figures.rates, &figures.operations), (&None, &None));
         let json = serde_json::to_value(&figures).expect("JSON");
         assert_eq!((&json["server"]["revision"], &json["slowRequests"]), (&1.into(), &serde_json::Value::Null));

@@ -8,15 +8,19 @@ use serde::{Serialize, Serializer};
 use tokio::time::Instant;
 
 use super::Counters;
+use crate::{history::shown_key, output::bytes};
 
 /// The state of a server at one time. `None`: the server does not report this part; `missing` has the reason by name of
 /// the part.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Snapshot {
+    #[serde(skip)]
     pub taken_at: Instant,
     pub unix_ms: i64,
     pub endpoint: String,
     pub server: ServerState,
+    #[serde(skip)]
     pub counters: Option<Counters>,
     pub members: Option<Members>,
     pub watchers: Option<Watchers>,
@@ -51,6 +55,20 @@ pub struct ServerState {
     pub leases: Option<i64>,
     /// Alarms and other errors.
     pub alarms: Vec<String>,
+}
+
+impl ServerState {
+    /// Returns the sizes and the used part of the quota as text. `unknown`: the word for a quota that is not reported.
+    pub(crate) fn size_text(&self, unknown: &str) -> String {
+        let quota = match self.db_size_quota {
+            None => format!("quota {unknown}"),
+            Some(0) => "no quota".to_owned(),
+            Some(quota) => {
+                format!("{:.1} % of the quota {}", self.db_size_in_use as f64 * 100.0 / quota as f64, bytes(quota))
+            }
+        };
+        format!("{}, in use {}, {quota}", bytes(self.db_size), bytes(self.db_size_in_use))
+    }
 }
 
 /// The live members, the oldest first.
@@ -194,12 +212,9 @@ impl PairSizes {
 pub struct KeyName(pub Vec<u8>);
 
 impl KeyName {
-    /// Returns the key as text without control characters; bytes that are not UTF-8 are escaped.
+    /// Returns the key as text, in the form that commands read.
     pub fn text(&self) -> String {
-        match std::str::from_utf8(&self.0) {
-            Ok(text) if !text.chars().any(char::is_control) => text.to_owned(),
-            _ => self.0.escape_ascii().to_string(),
-        }
+        shown_key(&self.0)
     }
 }
 
@@ -215,7 +230,7 @@ impl Serialize for KeyName {
 }
 
 /// Returns a text of a server without control characters, which could change the terminal.
-pub(super) fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
@@ -246,6 +261,7 @@ mod tests {
             (b"a", b"c", "[a, c)"),
             (b"a\xff", b"b", "a\\xff*"),
             (b"a\x1b[2J", b"", "a\\x1b[2J"),
+            (b"a\\", b"", "a\\\\"),
         ] {
             assert_eq!(WatchedRange::describe(&KeyName(key.into()), &KeyName(end.into())), want);
         }

@@ -4,13 +4,10 @@
 //! result. Known limits: against etcd, the sizes are the numbers of keys in a listing of at most [`LISTED_KEYS_MAX`]
 //! keys, once in [`LISTING_PAUSE`], because a listing costs etcd as much as reading the pairs.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, SystemTime},
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
-use orlop_core::types::prefix_end;
+use orlop_core::{clock, types::prefix_end};
 use orlop_wire::proto::client::{
     etcdserverpb::{MemberListRequest, RangeRequest, StatusRequest, StatusResponse},
     orlopb as pb,
@@ -177,7 +174,7 @@ async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
     let leases = leases.map_err(|error| part("leases", &error)).ok();
     Ok(Snapshot {
         taken_at: Instant::now(),
-        unix_ms: unix_ms(),
+        unix_ms: clock::unix_ms(clock::now()),
         endpoint: client.endpoint().to_string(),
         server: server_state(status, page.as_ref()),
         counters: page.as_ref().map(Counters::of),
@@ -190,17 +187,12 @@ async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
     })
 }
 
-#[expect(clippy::disallowed_methods, reason = "the time is only shown")]
-fn unix_ms() -> i64 {
-    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since_epoch.as_millis()).unwrap_or(i64::MAX)
-}
-
 fn hex(id: u64) -> String {
     format!("{id:x}")
 }
 
-fn server_state(answer: StatusResponse, page: Option<&MetricsPage>) -> ServerState {
+/// Returns the properties of a server, without control characters in its texts. `page`: its metrics, if it has any.
+pub(crate) fn server_state(answer: StatusResponse, page: Option<&MetricsPage>) -> ServerState {
     let number = |name: &str| page?.value(name).map(|value| value as i64);
     let label = |metric: &str, label: &str| {
         let (labels, _) = page?.series(metric).find(|(_, value)| *value > 0.0)?;

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use orlop_core::types::Revision;
+use orlop_sql::KineState;
 
 use super::{Added, Import, chain::Own};
 
@@ -31,6 +32,9 @@ pub(super) fn text(import: &Import, added: Added) -> String {
     };
     line("revision", format!("{}{given}", bounds.head));
     line("compact revision", bounds.compacted.map_or_else(|| "none".to_owned(), |revision| revision.to_string()));
+    if let Some(fact) = above_rows(state) {
+        line("", fact);
+    }
     if bounds.compacted > Some(Revision(state.compact_revision)) {
         for fact in raised(import) {
             line("", fact);
@@ -83,6 +87,14 @@ pub(super) fn text(import: &Import, added: Added) -> String {
         line("", format!("and {} more", findings.total() - findings.listed.len()));
     }
     text
+}
+
+/// Returns what a compact revision of kine that is above each of its ids means.
+fn above_rows(state: &KineState) -> Option<String> {
+    let KineState { newest, sequence, compact_revision, .. } = *state;
+    let fact =
+        || format!("kine's is above its newest row {newest} and its sequence {sequence}: damaged, or rows are missing");
+    (compact_revision > newest.max(sequence)).then(fact)
 }
 
 /// Returns why the compact revision is above kine's, and what that means for clients.

@@ -13,7 +13,7 @@ use super::{
     chain::{Chain, Own, Taken},
     lease_id,
 };
-use crate::load::Bounds;
+use crate::load::{Bounds, HEAD_MAX};
 
 /// Maximum number of rows without sense that the report lists.
 const LISTED_MAX: usize = 20;
@@ -80,7 +80,7 @@ impl Survey {
             }
             Taken::Change { doubts, .. } => {
                 if row.id == Revision::EMPTY.0 {
-                    return refused("it is a key; a store without changes has this revision already".to_owned());
+                    return Err(Error::Refused(key_at_first_revision(row)));
                 }
                 self.numeric_names += usize::from(!row.is_text);
                 if !doubts.what.is_empty() {
@@ -100,13 +100,17 @@ impl Survey {
     ///
     /// # Errors
     ///
-    /// If no revision is left for a change.
+    /// If a revision is too high.
     pub(super) fn finish(&mut self, state: &KineState) -> Result<Bounds> {
         let head = state.newest.max(state.compact_revision).max(state.sequence).max(Revision::EMPTY.0);
-        let Some(after) = head.checked_add(1) else {
-            return Err(Error::Refused(format!("kine's newest revision is {head}, so that no revision is left")));
-        };
-        self.change_at(after);
+        if Revision(head) > HEAD_MAX {
+            return Err(Error::Refused(format!(
+                "kine's newest revision is stated as {head}, more than a store can have written (newest row {}, compact \
+                 revision {}, sequence {})",
+                state.newest, state.compact_revision, state.sequence
+            )));
+        }
+        self.change_at(head + 1);
         for (id, live) in self.chain.live() {
             self.keys += 1;
             self.inexact_versions += usize::from(!live.is_exact());
@@ -143,6 +147,19 @@ impl Survey {
         leases.sort_by_key(|lease| lease.id.0);
         leases
     }
+}
+
+/// Returns why a table whose first row is a key is refused. kine deletes the row in a compaction after the key was
+/// written again.
+fn key_at_first_revision(row: &KineRow) -> String {
+    format!(
+        "row {} is the key \"{}\", and revision {} is that of an empty store: start kine or k3s, write this key (for \
+         example with kubectl annotate), let kine run until a compaction has deleted the row (it keeps the newest 1000 \
+         revisions), stop it and import again",
+        row.id,
+        shown(&row.name),
+        Revision::EMPTY,
+    )
 }
 
 impl Findings {

@@ -12,6 +12,7 @@ use serde::Deserialize;
 use tracing_subscriber::fmt::MakeWriter;
 
 use crate::config::Settings;
+use orlop_core::{clock, files::folder_of};
 
 /// The settings of etcd's `--log-rotation-config-json`.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -59,7 +60,10 @@ impl Outputs {
             "stdout" => Ok(Output::Stdout),
             file => LogFile::open(file.into(), rotation).map(|file| Output::File(Mutex::new(file))),
         };
-        let outputs: Vec<Output> = settings.log_outputs.0.iter().map(open).collect::<Result<_, String>>()?;
+        let mut outputs: Vec<Output> = settings.log_outputs.0.iter().map(open).collect::<Result<_, String>>()?;
+        if outputs.is_empty() {
+            outputs.push(Output::Stderr);
+        }
         match outputs.as_slice() {
             [Output::File(_)] => {}
             _ if rotation.is_none() => {}
@@ -121,6 +125,8 @@ struct LogFile {
     file: File,
     bytes: u64,
     rotation: Option<Rotation>,
+    /// Whether the last line may lack its end, because it could not be written.
+    is_torn: bool,
 }
 
 impl LogFile {
@@ -128,24 +134,40 @@ impl LogFile {
         let failed = |error: io::Error| format!("log-outputs: cannot open {}: {error}", path.display());
         let file = File::options().create(true).append(true).open(&path).map_err(failed)?;
         let bytes = file.metadata().map_err(failed)?.len();
-        Ok(Self { path, file, bytes, rotation })
+        Ok(Self { path, file, bytes, rotation, is_torn: false })
     }
 
-    fn write(&mut self, text: &[u8]) -> io::Result<()> {
+    /// Writes a line. If the file cannot be rotated, the line is added to it, and the next one tries again.
+    fn write(&mut self, line: &[u8]) -> io::Result<()> {
+        let mut rotated = Ok(());
         if let Some(rotation) = self.rotation {
             let max = if rotation.maxsize == 0 { MAX_SIZE_DEFAULT } else { rotation.maxsize };
-            if self.bytes > 0 && self.bytes.saturating_add(text.len() as u64) > max.saturating_mul(1 << 20) {
-                self.rotate(rotation)?;
+            if self.bytes > 0 && self.bytes.saturating_add(line.len() as u64) > max.saturating_mul(1 << 20) {
+                rotated = self.rotate(rotation);
             }
         }
-        self.file.write_all(text)?;
-        self.bytes += text.len() as u64;
-        Ok(())
+        self.append(line).and(rotated)
+    }
+
+    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        if self.is_torn {
+            self.file.write_all(b"\n")?;
+            (self.bytes, self.is_torn) = (self.bytes + 1, false);
+        }
+        let written = self.file.write_all(line);
+        match written {
+            Ok(()) => self.bytes += line.len() as u64,
+            Err(_) => {
+                let bytes = self.file.metadata().map_or(self.bytes, |file| file.len());
+                (self.bytes, self.is_torn) = (bytes, bytes > self.bytes);
+            }
+        }
+        written
     }
 
     /// Renames the file and begins a new one, then deletes old files.
     fn rotate(&mut self, rotation: Rotation) -> io::Result<()> {
-        let now = now();
+        let now = clock::now();
         let (stem, extension) = name_parts(&self.path);
         let renamed = |time| {
             let time = humantime::format_rfc3339_millis(time).to_string().replace(':', "-");
@@ -155,9 +177,14 @@ impl LogFile {
         while renamed(time).exists() {
             time += Duration::from_millis(1);
         }
-        fs::rename(&self.path, renamed(time))?;
+        // The file is not found if it was moved or deleted.
+        if let Err(error) = fs::rename(&self.path, renamed(time))
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(error);
+        }
         self.file = File::options().create(true).append(true).open(&self.path)?;
-        self.bytes = 0;
+        (self.bytes, self.is_torn) = (0, false);
         let mut old = old_files(&self.path)?;
         old.sort_by_key(|(modified, _)| std::cmp::Reverse(*modified));
         for (number, (modified, file)) in old.iter().enumerate() {
@@ -181,9 +208,8 @@ fn name_parts(path: &Path) -> (String, String) {
 /// Returns the rotated files of a log file with their times of modification.
 fn old_files(path: &Path) -> io::Result<Vec<(SystemTime, PathBuf)>> {
     let (stem, extension) = name_parts(path);
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut found = Vec::new();
-    for entry in fs::read_dir(folder)? {
+    for entry in fs::read_dir(folder_of(path))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let middle = name.strip_prefix(&format!("{stem}-")).and_then(|rest| rest.strip_suffix(&extension));
@@ -192,11 +218,6 @@ fn old_files(path: &Path) -> io::Result<Vec<(SystemTime, PathBuf)>> {
         }
     }
     Ok(found)
-}
-
-#[expect(clippy::disallowed_methods, reason = "names of files for people")]
-fn now() -> SystemTime {
-    SystemTime::now()
 }
 
 #[cfg(test)]
@@ -217,5 +238,48 @@ mod tests {
             assert_eq!(fs::metadata(&path).unwrap().len(), half.len() as u64);
         }
         assert!(folder.path().join("orlop-notes.log").exists());
+    }
+
+    #[test]
+    fn line_is_written_if_the_file_is_gone_or_cannot_be_rotated() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orlop.log");
+        let rotation = Rotation { maxsize: 1, ..Rotation::default() };
+        let mut log = LogFile::open(path.clone(), Some(rotation)).unwrap();
+        let half = vec![b'x'; 600 << 10];
+        log.write(&half).unwrap();
+        fs::remove_file(&path).unwrap();
+        log.write(&half).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), half.len() as u64);
+
+        // The new file cannot be opened: the line is in the old one.
+        log.path = folder.path().join("none/orlop.log");
+        log.write(&half).unwrap_err();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 2 * half.len() as u64);
+        log.path.clone_from(&path);
+        log.write(b"later\n").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "later\n");
+    }
+
+    #[test]
+    fn line_after_a_failed_write_begins_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orlop.log");
+        let mut log = LogFile::open("/dev/full".into(), None).unwrap();
+        log.write(b"lost\n").unwrap_err();
+        assert!(!log.is_torn, "nothing of the line is in the file");
+        log.is_torn = true;
+        log.file = File::options().create(true).append(true).open(&path).unwrap();
+        for line in ["a\n", "b\n"] {
+            log.write(line.as_bytes()).unwrap();
+        }
+        assert_eq!(fs::read_to_string(&path).unwrap(), "\na\nb\n");
+    }
+
+    #[test]
+    fn log_without_outputs_is_written_to_stderr() {
+        let settings = Settings { log_outputs: crate::config::List::default(), ..Settings::default() };
+        let outputs = Outputs::open(&settings).unwrap();
+        assert!(matches!(outputs.0.as_slice(), [Output::Stderr]));
     }
 }

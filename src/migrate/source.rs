@@ -8,8 +8,7 @@ use orlop_wire::proto::client::{
     etcdserverpb::{
         AlarmRequest, AlarmType, AuthStatusRequest, HashKvRequest, LeaseLeasesRequest, LeaseTimeToLiveRequest,
         RangeRequest, StatusRequest, WatchCreateRequest, WatchRequest, alarm_request::AlarmAction,
-        auth_client::AuthClient, watch_client::WatchClient, watch_create_request::FilterType,
-        watch_request::RequestUnion,
+        watch_create_request::FilterType, watch_request::RequestUnion,
     },
     mvccpb::Event,
 };
@@ -91,8 +90,7 @@ impl Source {
 impl Session {
     /// Returns the newest revision.
     pub(super) async fn head(&self) -> Result<Revision> {
-        let nothing = RangeRequest { key: ALL_KEYS.into(), limit: 1, keys_only: true, ..Default::default() };
-        let response = answer(self.client.kv().range(nothing)).await?;
+        let response = answer(self.client.kv().range(one_key_at(0))).await?;
         Ok(Revision(response.header.unwrap_or_default().revision))
     }
 
@@ -136,15 +134,20 @@ impl Session {
         let (requests, received) = mpsc::channel(1);
         let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
         requests.try_send(request).map_err(|_| Failure::Fatal("a watch cannot be requested".to_owned()))?;
-        let mut watches = WatchClient::with_origin(self.client.connection().clone(), self.client.origin().clone())
-            .max_decoding_message_size(usize::MAX);
-        let responses = answer(watches.watch(ReceiverStream::new(received))).await?;
+        let responses = answer(self.client.watch().watch(ReceiverStream::new(received))).await?;
         Ok(Watch { _requests: requests, responses, partial: Vec::new() })
     }
 
-    /// Returns the compact revision. etcd tells it without much work only where a watch needs a compacted revision.
+    /// Returns the compact revision. etcd tells it without much work only where a watch needs a compacted revision. While
+    /// nothing is compacted, such a watch makes it read its whole history, for which writes wait, so a read is sent
+    /// first.
     pub(super) async fn compact_revision(&self) -> Result<Option<Revision>> {
         let first = Revision::EMPTY;
+        match answer(self.client.kv().range(one_key_at(first.0))).await {
+            Err(Failure::Compacted(_)) => {}
+            Err(failure) => return Err(failure),
+            Ok(_) => return Ok(None),
+        }
         let mut watch = self.watch_with(first, &[FilterType::Noput, FilterType::Nodelete]).await?;
         match timeout(COMPACTED_WATCH_MAX, watch.next()).await {
             Ok(Err(Failure::Compacted(revision))) => Ok(Some(revision)),
@@ -207,8 +210,7 @@ impl Session {
 
     /// Returns the number of changes of users and roles; `None` if the source does not tell it, as etcd before 3.5.
     pub(super) async fn auth_revision(&self) -> Result<Option<u64>> {
-        let mut auth = AuthClient::with_origin(self.client.connection().clone(), self.client.origin().clone());
-        match answer(auth.auth_status(AuthStatusRequest {})).await {
+        match answer(self.client.auth().auth_status(AuthStatusRequest {})).await {
             Ok(status) => Ok(Some(status.auth_revision)),
             Err(Failure::Unimplemented(_)) => Ok(None),
             Err(failure) => Err(failure),
@@ -286,6 +288,11 @@ impl Watch {
             }
         }
     }
+}
+
+/// Returns a read of one key without its value; revision 0: at the newest revision.
+fn one_key_at(revision: i64) -> RangeRequest {
+    RangeRequest { key: ALL_KEYS.into(), limit: 1, keys_only: true, revision, ..Default::default() }
 }
 
 /// Returns the lease of the event's pair.

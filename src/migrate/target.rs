@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -25,6 +25,7 @@ use crate::{
 };
 use orlop_core::{
     auth::AuthState,
+    files::folder_of,
     index::{CompactionCursor, TreeIndex},
     log::{self, Append, Appended, ArchivePart, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
     private,
@@ -138,10 +139,7 @@ impl Place<'_> {
     /// Returns the folder for the snapshot of the source, which exists.
     pub(super) fn scratch_folder(&self) -> Result<PathBuf> {
         let folder = match self.datastore {
-            Datastore::Sqlite(file) => match file.parent() {
-                Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
-                _ => Path::new(".").to_owned(),
-            },
+            Datastore::Sqlite(file) => folder_of(file).to_owned(),
             Datastore::Postgres(_) => std::env::temp_dir(),
         };
         let made = private::make_folder(&folder);
@@ -223,7 +221,7 @@ impl Target {
                 bytes = 0;
             }
             let change = self.change(event)?;
-            bytes += change.key.len() + if let ChangeKind::Put { kv, .. } = &change.kind { kv.len() } else { 0 };
+            bytes += change.key.len() + change.kv().map_or(0, EncodedKv::len);
             batch.push(change);
         }
         self.append(&batch, &[], None, None).await
@@ -418,7 +416,9 @@ impl From<log::Error> for Failure {
     fn from(error: log::Error) -> Self {
         match error {
             Error::Unavailable(_) | Error::OutcomeUnknown(_) | Error::Full(_) => Self::Target(error.to_string()),
-            Error::Open(_) | Error::Corrupt(_) | Error::Diverged(_) => Self::Fatal(error.to_string()),
+            Error::Refused(_) | Error::Open(_) | Error::Corrupt(_) | Error::Diverged(_) => {
+                Self::Fatal(error.to_string())
+            }
         }
     }
 }

@@ -5,12 +5,14 @@ use std::{
     sync::Arc,
 };
 
-use http::Request;
+use http::{Request, Version};
 use hyper::service::Service;
 use orlop_core::{
     auth::{Credential, Identity},
     trace,
 };
+
+use crate::config::Scheme;
 
 /// The address of a client; `@` on a unix socket.
 #[derive(Clone, Debug)]
@@ -40,6 +42,10 @@ impl CertificateUser {
     }
 }
 
+/// Marks requests of HTTP/1 that arrive with TLS.
+#[derive(Clone, Copy, Debug)]
+pub struct WithTls;
+
 /// The end of the paths of calls that check a password, over gRPC and through the gateway.
 const LOG_IN: &str = "uthenticate";
 
@@ -47,6 +53,7 @@ const LOG_IN: &str = "uthenticate";
 pub(super) struct Client {
     pub(super) remote: Remote,
     pub(super) certificate: Option<CertificateUser>,
+    pub(super) scheme: Scheme,
 }
 
 /// Services of one connection. Requests get the user of the client's certificate as an extension, if there is one, and
@@ -73,6 +80,10 @@ impl<S: Service<Request<B>>, B> Service<Request<B>> for WithClient<S> {
         }
         if trace::are_requests_logged() || request.uri().path().ends_with(LOG_IN) {
             request.extensions_mut().insert(self.client.remote.clone());
+        }
+        // With HTTP/2, the request itself names its scheme.
+        if self.client.scheme == Scheme::Tls && request.version() < Version::HTTP_2 {
+            request.extensions_mut().insert(WithTls);
         }
         self.services.call(request)
     }

@@ -5,10 +5,6 @@
 //! it starts. The database contains the index of the last entry that it has. etcd 3.4 updates this index only with
 //! changes of keys, so for compactions and leases the content of the database decides. Whether it has other requests after
 //! the index cannot be told.
-//!
-//! A file of the WAL is a sequence of records, each a `walpb.Record` behind its length in 8 bytes, little-endian: the
-//! lower 56 bits are the length; if the highest bit is set, the lower 3 bits of the last byte are the number of bytes that
-//! follow to fill up. A length of 0 ends the file, which etcd creates longer than its content.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -19,41 +15,24 @@ use std::{
 use bytes::Bytes;
 use prost::Message as _;
 
-use super::{Error, Result, buckets::Facts, file_error};
+use super::{
+    Error, Result,
+    buckets::Facts,
+    file_error,
+    wal::{self, Entry},
+};
 use orlop_core::types::{LeaseId, Revision};
 use orlop_wire::proto::server::etcdserverpb::{CompactionRequest, LeaseGrantRequest, LeaseRevokeRequest};
 
-/// Place of the database in a data directory.
+/// Places of the database and of the WAL in a data directory.
 const DATABASE: &str = "member/snap/db";
+const WAL: &str = "member/wal";
+/// Folder in which etcd saves a snapshot that it has received from another member, as `INDEX.snap.db` and
+/// `TERM-INDEX.snap`, before it renames the first file to `db`. Both numbers are in hexadecimal.
+const RECEIVED: &str = "member/snap";
 
-/// Kinds of records (`walpb.Record.type`).
-const ENTRY: i64 = 2;
-const CHECKSUM: i64 = 4;
 /// The kind of entries that are requests, in contrast to changes of the members (`raftpb.Entry.type`).
 const REQUEST: u64 = 0;
-
-/// `walpb.Record`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct Record {
-    #[prost(int64, tag = "1")]
-    kind: i64,
-    /// The CRC-32C of the data of all records up to this one.
-    #[prost(uint32, tag = "2")]
-    checksum: u32,
-    #[prost(bytes = "bytes", tag = "3")]
-    data: Bytes,
-}
-
-/// `raftpb.Entry`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct Entry {
-    #[prost(uint64, tag = "1")]
-    kind: u64,
-    #[prost(uint64, tag = "3")]
-    index: u64,
-    #[prost(bytes = "bytes", tag = "4")]
-    data: Bytes,
-}
 
 /// The fields of `etcdserverpb.InternalRaftRequest` that change nothing of what a snapshot contains: what members publish
 /// of themselves, alarms, remaining times of leases, logins, versions of the cluster.
@@ -143,44 +122,55 @@ impl DataDir {
     ///
     /// # Errors
     ///
-    /// If it may lack one, or there is no WAL.
+    /// If it may lack one, or the WAL is damaged or missing.
     pub(super) fn refuse_unapplied(&self, facts: &Facts) -> Result<()> {
-        let wal = self.folder.join("member/wal");
-        let unreadable = |error: std::io::Error| file_error("read", &wal, &error);
+        let (folder, wal) = (self.folder.display(), self.folder.join(WAL));
         let advice = format!("to restore the database as it is, copy {DATABASE} to another folder");
-        if !wal.is_dir() {
+        if let Some(name) = self.received_after(facts.applied)? {
             return Err(Error::File(format!(
-                "{} has no member/wal, so requests that the database lacks would not be noticed; {advice}",
-                self.folder.display()
+                "{folder} has a newer database, {RECEIVED}/{name}, which etcd has received from another member and not \
+                 put in the place of {DATABASE} yet; start this etcd and stop it with SIGTERM; {advice}"
             )));
         }
-        let mut files = Vec::new();
-        for file in std::fs::read_dir(&wal).map_err(unreadable)? {
-            let file = file.map_err(unreadable)?.path();
-            files.extend(file.extension().is_some_and(|extension| extension == "wal").then_some(file));
+        if !wal.is_dir() {
+            return Err(Error::File(format!(
+                "{folder} has no {WAL}, so requests that the database lacks would not be noticed; if etcd ran with \
+                 --wal-dir, make {WAL} a link to that folder; {advice}"
+            )));
         }
-        // Their names are numbers in hexadecimal with leading zeros.
-        files.sort_unstable();
-        let mut unapplied = BTreeMap::new();
-        for file in files {
-            let bytes = std::fs::read(&file).map_err(|error| file_error("read", &file, &error))?;
-            for entry in entries(bytes.into()) {
-                // An entry replaces those at its index and after it, which no majority had.
-                unapplied.split_off(&entry.index);
-                if entry.index > facts.applied {
-                    unapplied.insert(entry.index, entry);
-                }
-            }
-        }
+        let unapplied = wal::entries_after(&wal, facts.applied).map_err(|error| {
+            Error::File(format!("{error}; requests that the database lacks would not be noticed; {advice}"))
+        })?;
         match Unapplied::of(unapplied.values()).lacking(facts) {
             0 => Ok(()),
             requests => Err(Error::File(format!(
-                "{} was not stopped cleanly: its WAL has {requests} requests that its database lacks; start this etcd and \
-                 stop it with SIGTERM, which applies them (with etcd 3.4, write a key before you stop it: it does not \
-                 note that it has applied changes of users and roles, and requests that change nothing); {advice}",
-                self.folder.display()
+                "{folder} was not stopped cleanly: its WAL has {requests} requests that its database lacks; start this \
+                 etcd and stop it with SIGTERM, which applies them (with etcd 3.4, write a key before you stop it: it \
+                 does not note that it has applied changes of users and roles, and requests that change nothing); if \
+                 the other members of its cluster are gone, start it on a copy of the folder with --force-new-cluster, \
+                 and of several members take the one with the highest revision; {advice}"
             ))),
         }
+    }
+
+    /// Returns the name of a database with entries after `applied` that etcd, when it starts, puts in the place of its
+    /// own.
+    fn received_after(&self, applied: u64) -> Result<Option<String>> {
+        let folder = self.folder.join(RECEIVED);
+        let unreadable = |error: std::io::Error| file_error("read", &folder, &error);
+        let mut names = Vec::new();
+        for file in std::fs::read_dir(&folder).map_err(unreadable)? {
+            // Names that are not text are not etcd's.
+            names.extend(file.map_err(unreadable)?.file_name().into_string());
+        }
+        let is_newer = |name: &String| {
+            let Some(index) = name.strip_suffix(".snap.db") else { return false };
+            // etcd ignores a database without the other file.
+            let other = format!("-{index}.snap");
+            u64::from_str_radix(index, 16).is_ok_and(|index| index > applied)
+                && names.iter().any(|name| name.ends_with(&other))
+        };
+        Ok(names.iter().find(|name| is_newer(name)).cloned())
     }
 }
 
@@ -218,91 +208,37 @@ fn changes_content(entry: &Entry) -> bool {
     is_request && OfMembers::decode(entry.data.clone()).is_ok_and(|of_members| of_members == OfMembers::default())
 }
 
-/// Returns the entries of a file of the WAL, up to the first record that is incomplete or damaged: a crash may have
-/// interrupted the last write.
-fn entries(file: Bytes) -> Vec<Entry> {
-    let (mut rest, mut checksum, mut entries) = (file, 0, Vec::new());
-    while let Some(record) = take_record(&mut rest) {
-        if record.kind == CHECKSUM {
-            checksum = record.checksum;
-            continue;
-        }
-        checksum = crc32c::crc32c_append(checksum, &record.data);
-        if record.checksum != checksum {
-            break;
-        }
-        if record.kind == ENTRY {
-            let Ok(entry) = Entry::decode(record.data) else { break };
-            entries.push(entry);
-        }
-    }
-    entries
-}
-
-fn take_record(rest: &mut Bytes) -> Option<Record> {
-    let field = rest.first_chunk().map(|chunk| u64::from_le_bytes(*chunk)).filter(|field| *field != 0)?;
-    let len = usize::try_from(field & (u64::MAX >> 8)).ok()?;
-    let has_fill = field >> 63 == 1;
-    let fill = if has_fill { usize::try_from(field >> 56 & 7).ok()? } else { 0 };
-    let end = len.checked_add(8)?.checked_add(fill).filter(|end| *end <= rest.len())?;
-    let record = Record::decode(rest.slice(8..8 + len)).ok();
-    *rest = rest.slice(end..);
-    record
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use orlop_core::log::LoggedLease;
 
-    fn frame(record: &Record) -> Vec<u8> {
-        let data = record.encode_to_vec();
-        let fill = (8 - data.len() % 8) % 8;
-        let mut field = data.len() as u64;
-        if fill > 0 {
-            field |= (0x80 | fill as u64) << 56;
+    #[test]
+    fn requests_that_change_content_are_told_from_others() {
+        for (data, changes) in [(&b""[..], false), (b"\x08\x01", true), (b"\x12\x00", false)] {
+            let entry = Entry { kind: REQUEST, index: 1, data: Bytes::from_static(data) };
+            assert_eq!(changes_content(&entry), changes, "nothing, a request, a publication of version 2: {data:?}");
         }
-        [&field.to_le_bytes()[..], &data, &vec![0; fill]].concat()
-    }
-
-    /// Returns a file whose entries have the indexes 1, 2 and so on.
-    fn wal(requests: &[&'static [u8]]) -> Vec<u8> {
-        let mut file = frame(&Record { kind: CHECKSUM, checksum: 7, data: Bytes::new() });
-        let mut checksum = 7;
-        for (index, data) in (1..).zip(requests) {
-            let data = Bytes::from(Entry { kind: REQUEST, index, data: Bytes::from_static(data) }.encode_to_vec());
-            checksum = crc32c::crc32c_append(checksum, &data);
-            file.extend(frame(&Record { kind: ENTRY, checksum, data }));
-        }
-        file
     }
 
     #[test]
-    fn entries_are_read_up_to_the_first_damage() {
-        let whole = wal(&[b"", b"\x08\x01", b"\x12\x00"]);
-        let last =
-            frame(&Record { kind: ENTRY, checksum: 0, data: Bytes::from_static(&[0x18, 3, 0x22, 2, 0x12, 0]) }).len();
-        let mut damaged = whole.clone();
-        damaged[whole.len() - last + 12] ^= 1;
-        for (file, want) in [
-            ([&whole[..], &[0; 100]].concat(), 3),
-            (whole.clone(), 3),
-            (whole[..whole.len() - 5].to_vec(), 2),
-            (damaged, 2),
-            (vec![0xff; 64], 0),
-            (vec![], 0),
+    fn newer_database_from_another_member_is_found() {
+        for (names, newer) in [
+            (&["db", "0000000000000002-0000000000000010.snap"][..], None),
+            (&["0000000000000010.snap.db", "0000000000000002-0000000000000010.snap"], Some("0000000000000010.snap.db")),
+            (&["000000000000000f.snap.db", "0000000000000002-000000000000000f.snap"], None),
+            (&["0000000000000010.snap.db", "0000000000000002-000000000000000f.snap"], None),
+            (&["other.snap.db", "0000000000000002-other.snap"], None),
         ] {
-            assert_eq!(entries(file.into()).len(), want);
+            let home = tempfile::tempdir().expect("a folder");
+            let folder = home.path().join(RECEIVED);
+            std::fs::create_dir_all(&folder).expect("a folder can be created");
+            for name in ["db"].iter().chain(names) {
+                std::fs::write(folder.join(name), "").expect("a file can be written");
+            }
+            let data_dir = DataDir::of(home.path()).expect("a data directory").expect("a data directory");
+            assert_eq!(data_dir.received_after(15).expect("a folder").as_deref(), newer, "{names:?}");
         }
-        // Whatever is damaged, what is before it is read, and nothing else.
-        for place in 0..whole.len() {
-            let mut damaged = whole.clone();
-            damaged[place] = !damaged[place];
-            let read = entries(damaged.into());
-            assert!(read.iter().eq(entries(whole.clone().into()).iter().take(read.len())), "byte {place}");
-        }
-        let changes: Vec<bool> = entries(whole.into()).iter().map(changes_content).collect();
-        assert_eq!(changes, [false, true, false], "nothing, a request, a publication of version 2");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::{
 use bytes::Bytes;
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_client::{Client, ServerFlags};
+use orlop_core::files::folder_of;
 use orlop_wire::proto::client::{etcdserverpb::SnapshotRequest, orlopb::HistorySnapshotRequest};
 use tempfile::NamedTempFile;
 use tokio::{
@@ -19,8 +20,9 @@ use tokio::{
 use tonic::{Code, Status};
 
 use super::{
-    Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, now, publish,
+    Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, publish,
 };
+use orlop_core::clock::now;
 
 /// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);
@@ -124,7 +126,7 @@ impl Target {
 
     /// Returns the folder of the file. The temporary file is in it too, so that it can be renamed.
     fn folder(&self) -> &Path {
-        self.file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+        folder_of(&self.file)
     }
 }
 

@@ -20,10 +20,10 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    Content, Error, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, now,
-    publish,
+    Content, Error, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, publish,
 };
 use orlop_core::{
+    clock::now,
     private,
     store::{PastError, Store},
     supervise::catch_panics,

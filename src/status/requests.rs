@@ -1,9 +1,9 @@
 //! Durations of requests, from the histograms of a server.
 
-use std::collections::BTreeMap;
-
-use orlop_client::MetricsPage;
+use orlop_client::{Labels, MetricsPage};
 use serde::Serialize;
+
+use crate::insight::{Histogram, histograms, printable};
 
 /// Durations of the requests of one kind since the start of the server.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -17,28 +17,20 @@ pub(super) struct Durations {
     pub p99_seconds: Option<f64>,
 }
 
-#[derive(Default)]
-struct Histogram {
-    /// Number of requests up to each bound in seconds, in ascending order of bounds.
-    buckets: Vec<(f64, f64)>,
-    sum: f64,
-    count: f64,
-}
-
 /// Returns the kinds of requests with the greatest p99, slowest first.
 ///
 /// With `--metrics extensive` these are gRPC methods without those that stream, whose duration is that of the client.
 /// Otherwise they are writes, by kind, and ranges.
 pub(super) fn slowest(page: &MetricsPage, count: usize) -> Vec<Durations> {
-    let unary = |labels: &BTreeMap<&str, &str>| {
+    let unary = |labels: &Labels<'_>| {
         let is_unary = labels.get("grpc_type") == Some(&"unary");
-        labels.get("grpc_method").filter(|_| is_unary).map(|method| (*method).to_owned())
+        labels.get("grpc_method").filter(|_| is_unary).map(|method| printable(method))
     };
     let mut found = histograms(page, "grpc_server_handling_seconds", unary);
     if found.is_empty() {
-        let kind = |labels: &BTreeMap<&str, &str>| labels.get("type").map(|kind| (*kind).to_owned());
+        let kind = |labels: &Labels<'_>| labels.get("type").map(|kind| printable(kind));
         found = histograms(page, "etcd_server_request_duration_seconds", kind);
-        let range = |_: &BTreeMap<&str, &str>| Some("Range".to_owned());
+        let range = |_: &Labels<'_>| Some("Range".to_owned());
         found.extend(histograms(page, "etcd_server_range_duration_seconds", range));
     }
     let mut durations: Vec<Durations> =
@@ -49,40 +41,14 @@ pub(super) fn slowest(page: &MetricsPage, count: usize) -> Vec<Durations> {
     durations
 }
 
-/// Returns the histograms of a metric, added up by the name that `name` derives from their labels.
-fn histograms(
-    page: &MetricsPage,
-    metric: &str,
-    name: impl Fn(&BTreeMap<&str, &str>) -> Option<String>,
-) -> BTreeMap<String, Histogram> {
-    let mut all = BTreeMap::<String, Histogram>::new();
-    for (labels, value) in page.series(&format!("{metric}_bucket")) {
-        let bound = labels.get("le").and_then(|bound| bound.parse::<f64>().ok());
-        let (Some(name), Some(bound)) = (name(&labels), bound) else { continue };
-        let buckets = &mut all.entry(name).or_default().buckets;
-        match buckets.iter_mut().find(|(known, _)| *known == bound) {
-            Some((_, count)) => *count += value,
-            None => buckets.push((bound, value)),
-        }
-    }
-    for (labels, value) in page.series(&format!("{metric}_sum")) {
-        name(&labels).into_iter().for_each(|name| all.entry(name).or_default().sum += value);
-    }
-    for (labels, value) in page.series(&format!("{metric}_count")) {
-        name(&labels).into_iter().for_each(|name| all.entry(name).or_default().count += value);
-    }
-    all
-}
-
-fn durations_of((request, mut histogram): (String, Histogram)) -> Durations {
-    histogram.buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+fn durations_of((request, histogram): (String, Histogram)) -> Durations {
     let wanted = histogram.count * 0.99;
     let bound = histogram.buckets.iter().find(|(_, count)| *count >= wanted).map(|(bound, _)| *bound);
     Durations {
         request,
         count: histogram.count as i64,
         mean_seconds: histogram.sum / histogram.count,
-        p99_seconds: bound.filter(|bound| bound.is_finite()),
+        p99_seconds: bound,
     }
 }
 

@@ -3,37 +3,37 @@
 use std::time::{Duration, SystemTime};
 
 use super::{Status, requests::Durations};
-use crate::output::bytes;
 
 const UNKNOWN: &str = "unknown";
 const NONE: &str = "none";
 
 pub(super) fn simple(status: &Status, now: SystemTime) -> String {
     let number = |number: Option<i64>| number.map_or(UNKNOWN.to_owned(), |number| number.to_string());
-    let version = match &status.orlop_version {
-        Some(version) => format!("Orlop {version}, API of etcd {}", status.version),
-        None => format!("etcd {}", status.version),
+    let server = &status.server;
+    let version = match &server.orlop_version {
+        Some(version) => format!("Orlop {version}, API of etcd {}", server.version),
+        None => format!("etcd {}", server.version),
     };
-    let compact_revision = match status.compact_revision {
+    let compact_revision = match server.compact_revision {
         Some(..0) => NONE.to_owned(),
         revision => number(revision),
     };
-    let watchers = match (status.watchers, status.watch_streams) {
+    let watchers = match (server.watchers, server.watch_streams) {
         (Some(watchers), Some(streams)) => format!("{watchers} on {streams} streams"),
         (watchers, _) => number(watchers),
     };
     let rows = [
         ("endpoint", status.endpoint.clone()),
         ("version", version),
-        ("database", status.database.clone().unwrap_or(UNKNOWN.to_owned())),
-        ("revision", status.revision.to_string()),
+        ("database", server.database.clone().unwrap_or(UNKNOWN.to_owned())),
+        ("revision", server.revision.to_string()),
         ("compact revision", compact_revision),
-        ("keys", number(status.keys)),
-        ("size", size(status)),
+        ("keys", number(server.keys)),
+        ("size", server.size_text(UNKNOWN)),
         ("instances", number(status.instances)),
         ("leader", if status.is_leader { "this instance" } else { "another instance" }.to_owned()),
         ("watchers", watchers),
-        ("leases", number(status.leases)),
+        ("leases", number(server.leases)),
         ("last compaction", time(status.last_compaction, "none since the start of the server", now)),
         ("last snapshot", time(status.last_snapshot, NONE, now)),
         ("slowest requests", lines(status.slowest_requests.iter().map(durations), UNKNOWN)),
@@ -49,17 +49,6 @@ const WIDTH: usize = 18;
 fn lines(lines: impl Iterator<Item = String>, none: &str) -> String {
     let lines: Vec<String> = lines.collect();
     if lines.is_empty() { none.to_owned() } else { lines.join(&format!("\n{:WIDTH$}", "")) }
-}
-
-fn size(status: &Status) -> String {
-    let quota = match status.db_size_quota {
-        None => "quota unknown".to_owned(),
-        Some(0) => "no quota".to_owned(),
-        Some(quota) => {
-            format!("{:.1} % of the quota {}", status.db_size_in_use as f64 * 100.0 / quota as f64, bytes(quota))
-        }
-    };
-    format!("{}, in use {}, {quota}", bytes(status.db_size), bytes(status.db_size_in_use))
 }
 
 /// Formats a time with its age. 0 means that there is none.
@@ -91,10 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_and_times_have_units() {
-        for (number, want) in [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")] {
-            assert_eq!(bytes(number), want);
-        }
+    fn times_have_ages() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_003_661);
         for (seconds, want) in [
             (None, "unknown"),

@@ -151,9 +151,10 @@ fn table_lines(number: usize, table: &Table, width: usize) -> Vec<Line<'static>>
 #[cfg(test)]
 mod tests {
     use ratatui::{Terminal, backend::TestBackend};
+    use tokio::time::Instant;
 
     use super::*;
-    use crate::insight::{KeyName, Lease, Leases, Operation, PairSizes, Rates, ServerState, Sized, Sizes};
+    use crate::insight::{KeyName, Lease, Leases, Operation, PairSizes, Rates, ServerState, Sized, Sizes, Snapshot};
 
     fn figures() -> Figures {
         let sizes = |keys, value_bytes| PairSizes { keys, key_bytes: keys * 10, value_bytes: Some(value_bytes) };
@@ -163,21 +164,40 @@ mod tests {
             sizes: sizes(keys, bytes),
         };
         Figures {
-            endpoint: "http://127.0.0.1:2379".to_owned(),
-            unix_ms: 3_723_000,
-            server: ServerState {
-                orlop_version: Some("0.2.0".to_owned()),
-                revision: 6230,
-                compact_revision: Some(-1),
-                keys: Some(300),
-                db_size: 3 << 20,
-                db_size_in_use: 1 << 20,
-                db_size_quota: Some(2 << 30),
-                watchers: Some(41),
-                slow_watchers: Some(2),
-                watch_streams: Some(12),
-                alarms: vec!["memberID:1 alarm:NOSPACE".to_owned()],
-                ..ServerState::default()
+            now: Snapshot {
+                taken_at: Instant::now(),
+                unix_ms: 3_723_000,
+                endpoint: "http://127.0.0.1:2379".to_owned(),
+                server: ServerState {
+                    orlop_version: Some("0.2.0".to_owned()),
+                    revision: 6230,
+                    compact_revision: Some(-1),
+                    keys: Some(300),
+                    db_size: 3 << 20,
+                    db_size_in_use: 1 << 20,
+                    db_size_quota: Some(2 << 30),
+                    watchers: Some(41),
+                    slow_watchers: Some(2),
+                    watch_streams: Some(12),
+                    alarms: vec!["memberID:1 alarm:NOSPACE".to_owned()],
+                    ..ServerState::default()
+                },
+                counters: None,
+                members: None,
+                watchers: None,
+                leases: Some(Leases {
+                    leases: vec![Lease { id: "7b".to_owned(), ttl_secs: 60, remaining_ms: 3_200, keys: 2 }],
+                    total: 12,
+                }),
+                slow_requests: None,
+                sizes: Some(Sizes {
+                    prefix: KeyName("/registry/".into()),
+                    total: sizes(300, 900_000),
+                    children: vec![child("/registry/pods/", 250, 890_000), child("/registry/\u{1b}[2J", 50, 10_000)],
+                    children_total: 2,
+                    ..Sizes::default()
+                }),
+                missing: [("watchers", "not reported by etcd".to_owned())].into(),
             },
             rates: Some(Rates {
                 interval_secs: 1.0,
@@ -204,21 +224,6 @@ mod tests {
                     p99_secs: Some(0.2),
                 },
             ]),
-            members: None,
-            watchers: None,
-            leases: Some(Leases {
-                leases: vec![Lease { id: "7b".to_owned(), ttl_secs: 60, remaining_ms: 3_200, keys: 2 }],
-                total: 12,
-            }),
-            slow_requests: None,
-            sizes: Some(Sizes {
-                prefix: KeyName("/registry/".into()),
-                total: sizes(300, 900_000),
-                children: vec![child("/registry/pods/", 250, 890_000), child("/registry/\u{1b}[2J", 50, 10_000)],
-                children_total: 2,
-                ..Sizes::default()
-            }),
-            missing: [("watchers", "not reported by etcd".to_owned())].into(),
         }
     }
 

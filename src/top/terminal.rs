@@ -94,8 +94,8 @@ async fn read(
     let mut before = None;
     while paused.wait_for(|paused| !paused).await.is_ok() {
         let result = source.read(&wanted).await.map(|now| {
-            let figures = Figures::new(before.as_ref(), &now);
-            before = Some(now);
+            let figures = Figures::new(before.as_ref(), now);
+            before = Some(figures.now.clone());
             figures
         });
         if results.send(result).await.is_err() {

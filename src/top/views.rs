@@ -70,13 +70,13 @@ impl Sorts {
 
 /// Returns the first line: the endpoint, the server and the time.
 pub(super) fn title(figures: &Figures) -> String {
-    let server = &figures.server;
+    let server = &figures.now.server;
     let version = match &server.orlop_version {
         Some(version) => format!("Orlop {version}"),
         None => format!("etcd {}", server.version),
     };
     let database = server.database.as_ref().map(|database| format!(", {database}")).unwrap_or_default();
-    format!("{}  {version}{database}  {} UTC", figures.endpoint, time_of_day(figures.unix_ms))
+    format!("{}  {version}{database}  {} UTC", figures.now.endpoint, time_of_day(figures.now.unix_ms))
 }
 
 /// Returns the tables of a view.
@@ -94,7 +94,7 @@ pub(super) fn tables(view: View, figures: &Figures, sorts: Sorts) -> Vec<Table> 
 
 /// Returns why a part is missing.
 fn missing(figures: &Figures, part: &str) -> Option<String> {
-    Some(figures.missing.get(part).cloned().unwrap_or_else(|| "not reported".to_owned()))
+    Some(figures.now.missing.get(part).cloned().unwrap_or_else(|| "not reported".to_owned()))
 }
 
 fn known(number: Option<i64>) -> String {
@@ -102,10 +102,10 @@ fn known(number: Option<i64>) -> String {
 }
 
 fn summary(figures: &Figures) -> Table {
-    let server = &figures.server;
+    let server = &figures.now.server;
     let rows = [
         ("revision", revisions(figures)),
-        ("size", size(figures)),
+        ("size", server.size_text("not reported")),
         ("requests", requests(figures)),
         ("watchers", watch_streams(figures)),
         ("leases", lease_count(figures)),
@@ -122,25 +122,13 @@ fn summary(figures: &Figures) -> Table {
 }
 
 fn revisions(figures: &Figures) -> String {
-    let server = &figures.server;
+    let server = &figures.now.server;
     let rate = figures.rates.map_or(String::new(), |rates| format!(" (+{}/s)", rate(rates.revisions_per_sec)));
     let compact = match server.compact_revision {
         Some(..0) => "none".to_owned(),
         revision => known(revision),
     };
     format!("{}{rate}, compact revision {compact}, keys {}", server.revision, known(server.keys))
-}
-
-fn size(figures: &Figures) -> String {
-    let server = &figures.server;
-    let quota = match server.db_size_quota {
-        None => "quota not reported".to_owned(),
-        Some(0) => "no quota".to_owned(),
-        Some(quota) => {
-            format!("{:.1} % of the quota {}", server.db_size_in_use as f64 * 100.0 / quota as f64, bytes(quota))
-        }
-    };
-    format!("{}, in use {}, {quota}", bytes(server.db_size), bytes(server.db_size_in_use))
 }
 
 fn requests(figures: &Figures) -> String {
@@ -151,7 +139,7 @@ fn requests(figures: &Figures) -> String {
 }
 
 fn watch_streams(figures: &Figures) -> String {
-    let server = &figures.server;
+    let server = &figures.now.server;
     let messages = figures.rates.and_then(|rates| rates.watch_messages_per_sec);
     let messages = messages.map_or(String::new(), |messages| format!(", {} messages/s", rate(messages)));
     match (server.watchers, server.watch_streams) {
@@ -163,8 +151,9 @@ fn watch_streams(figures: &Figures) -> String {
 }
 
 fn lease_count(figures: &Figures) -> String {
-    let Some(leases) = &figures.leases else {
-        return figures.server.leases.map_or_else(|| missing(figures, "leases").unwrap_or_default(), |n| n.to_string());
+    let Some(leases) = &figures.now.leases else {
+        let count = figures.now.server.leases;
+        return count.map_or_else(|| missing(figures, "leases").unwrap_or_default(), |n| n.to_string());
     };
     let next = leases.leases.first().map(|lease| secs(lease.remaining_ms as f64 / 1e3));
     let next = next.map_or(String::new(), |next| format!(", the next expires in {next}"));
@@ -172,7 +161,7 @@ fn lease_count(figures: &Figures) -> String {
 }
 
 fn member_count(figures: &Figures) -> String {
-    let Some(members) = &figures.members else { return missing(figures, "members").unwrap_or_default() };
+    let Some(members) = &figures.now.members else { return missing(figures, "members").unwrap_or_default() };
     let leader = match members.members.iter().find(|member| member.leads_expiry) {
         Some(member) if member.responds => "this one leads".to_owned(),
         Some(member) => format!("{} leads", member.name),
@@ -182,7 +171,7 @@ fn member_count(figures: &Figures) -> String {
 }
 
 fn slow_count(figures: &Figures) -> String {
-    let Some(slow) = &figures.slow_requests else { return missing(figures, "slowRequests").unwrap_or_default() };
+    let Some(slow) = &figures.now.slow_requests else { return missing(figures, "slowRequests").unwrap_or_default() };
     let slowest = slow.requests.iter().max_by_key(|request| request.took_us);
     let slowest = slowest.map_or(String::new(), |slowest| {
         format!(", the slowest {} took {}", short_method(&slowest.method), micros(slowest.took_us))
@@ -230,7 +219,7 @@ fn keys(figures: &Figures, order: &str) -> Vec<Table> {
         columns: &[Fill("PREFIX OR KEY"), Number("KEYS"), Number("BYTES OF KEYS"), Number("OF VALUES"), Number("%")],
         ..Table::default()
     };
-    let Some(sizes) = &figures.sizes else { return vec![Table { note: missing(figures, "sizes"), ..table }] };
+    let Some(sizes) = &figures.now.sizes else { return vec![Table { note: missing(figures, "sizes"), ..table }] };
     let mut children: Vec<&Sized> = sizes.children.iter().collect();
     match order {
         "keys" => children.sort_by_key(|child| Reverse(child.sizes.keys)),
@@ -280,7 +269,7 @@ fn watchers(figures: &Figures, order: &str) -> Table {
         columns: &[Fill("RANGE"), Number("WATCHERS"), Number("CATCHING UP"), Number("QUEUED"), Number("LAG")],
         ..Table::default()
     };
-    let Some(watchers) = &figures.watchers else { return Table { note: missing(figures, "watchers"), ..table } };
+    let Some(watchers) = &figures.now.watchers else { return Table { note: missing(figures, "watchers"), ..table } };
     let mut ranges: Vec<&WatchedRange> = watchers.ranges.iter().collect();
     match order {
         "watchers" => ranges.sort_by_key(|range| Reverse(range.watchers)),
@@ -306,7 +295,7 @@ fn leases(figures: &Figures, order: &str) -> Table {
         columns: &[Fill("LEASE"), Number("EXPIRES IN"), Number("TTL"), Number("KEYS")],
         ..Table::default()
     };
-    let Some(leases) = &figures.leases else { return Table { note: missing(figures, "leases"), ..table } };
+    let Some(leases) = &figures.now.leases else { return Table { note: missing(figures, "leases"), ..table } };
     let mut rows: Vec<_> = leases.leases.iter().collect();
     match order {
         "keys" => rows.sort_by_key(|lease| Reverse(lease.keys)),
@@ -332,7 +321,9 @@ fn slow_requests(figures: &Figures, order: &str) -> Table {
         columns: &[Text("TIME"), Text("METHOD"), Number("TOOK"), Text("CODE"), Text("PHASES"), Fill("REQUEST")],
         ..Table::default()
     };
-    let Some(slow) = &figures.slow_requests else { return Table { note: missing(figures, "slowRequests"), ..table } };
+    let Some(slow) = &figures.now.slow_requests else {
+        return Table { note: missing(figures, "slowRequests"), ..table };
+    };
     let mut rows: Vec<&SlowRequest> = slow.requests.iter().collect();
     if order == "slowest" {
         rows.sort_by_key(|request| Reverse(request.took_us));
@@ -373,7 +364,7 @@ fn members(figures: &Figures) -> Table {
         columns: &[Text("ID"), Text("NAME"), Text("ROLE"), Fill("CLIENT URLS")],
         ..Table::default()
     };
-    let Some(members) = &figures.members else { return Table { note: missing(figures, "members"), ..table } };
+    let Some(members) = &figures.now.members else { return Table { note: missing(figures, "members"), ..table } };
     let heartbeat = members.since_heartbeat_ms.map(|ms| format!(", heartbeat {} ago", secs(ms as f64 / 1e3)));
     let rows = members.members.iter().map(|member| {
         let role = match (member.leads_expiry, member.responds) {

@@ -279,15 +279,21 @@ async fn http_can_have_addresses_of_its_own(backend: Backend) {
 async fn http_and_https_share_a_port(backend: Backend) {
     let port = free_port();
     let urls = format!("http://127.0.0.1:{port},https://127.0.0.1:{port}");
-    let flags = ["--listen-client-urls", &urls, "--auto-tls", "--log-level", "info"];
+    let hosts = "--host-whitelist=none.example";
+    let flags = ["--listen-client-urls", &urls, "--auto-tls", "--log-level", "info", hosts];
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     assert_eq!(started(&server, "listen-client-urls"), urls);
-    for scheme in ["http", "https"] {
+    let healthy = "\"health\":\"true\"";
+    for (scheme, http, want) in [
+        ("http", "--http1.1", "Host header was unrecognized"),
+        ("https", "--http1.1", healthy),
+        ("https", "--http2", healthy),
+    ] {
         let curl = Command::new("curl")
-            .args(["--silent", "--insecure", "--max-time", "20", &format!("{scheme}://127.0.0.1:{port}/health")])
+            .args(["--silent", "--insecure", "--max-time", "20", http, &format!("{scheme}://127.0.0.1:{port}/health")])
             .output();
         let Ok(curl) = curl else { return skip("curl") };
-        assert!(String::from_utf8_lossy(&curl.stdout).contains("\"health\":\"true\""), "{scheme}: {curl:?}");
+        assert!(String::from_utf8_lossy(&curl.stdout).contains(want), "{scheme} {http}: {curl:?}");
     }
 }
 
@@ -298,7 +304,7 @@ fn log_is_json_and_can_go_to_a_file() {
     let invalid =
         ["--datastore-endpoint", "sqlite:///proc/none/orlop.db", "--listen-client-urls", "http://127.0.0.1:0"];
     let flags = ["--initial-cluster=x", "--log-outputs=orlop.log"];
-    let output = run(home.path(), &[&invalid[..], &flags[..1]].concat(), &[]);
+    let output = run(home.path(), &[&invalid[..], &flags[..1], &["--log-outputs="]].concat(), &[]);
     let to_stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     run(home.path(), &[&invalid[..], &flags].concat(), &[]);
     let to_file = fs::read_to_string(home.path().join("orlop.log")).expect("the log is in the file");
@@ -306,6 +312,8 @@ fn log_is_json_and_can_go_to_a_file() {
         let line: serde_json::Value = serde_json::from_str(log.lines().next().expect("a line")).expect("JSON");
         assert_eq!((line["level"].as_str(), line["flags"].as_str()), (Some("warn"), Some("initial-cluster")));
         assert!(line["ts"].is_string() && line["caller"].is_string() && line["msg"].is_string(), "{line}");
+        let reason = log.lines().find(|line| line.contains(r#""msg":"the server failed""#));
+        assert!(reason.is_some_and(|line| line.contains("error") && line.contains("/proc/none")), "{log}");
     }
     let rotation = ["--enable-log-rotation", "--log-outputs"];
     check_refused(&[&rotation[..], &["stderr"]].concat(), &[], &["enable-log-rotation requires a single file"]);
@@ -428,7 +436,11 @@ async fn process_shows_what_etcd_shows() {
         [
             &["--name", "test-0", "--data-dir", "data", "--listen-client-urls", "CLIENT"][..],
             &["--advertise-client-urls", "CLIENT", "--initial-cluster-token", "new", "--snapshot-count", "100000"],
-            &["--initial-cluster", "test-0=PEER", "--initial-cluster-state", "new", "--auto-compaction-retention=1"],
+            &["--initial-cluster", "test-0=PEER", "--initial-cluster-state", "new", "--max-concurrent-streams=0"],
+            // As templates of command lines write them.
+            &["--cert-file=", "--key-file=", "--trusted-ca-file", "", "--client-crl-file=", "--tls-min-version="],
+            &["--tls-max-version=", "--metrics=", "--auto-compaction-mode=", "--auto-compaction-retention="],
+            &["--log-level=", "--config-file="],
             &peers,
         ]
         .concat(),
@@ -453,8 +465,11 @@ fn exit_codes_equal_those_of_etcd() {
         &["--config-file=none.yml"],
         &["--listen-client-urls=http://256.0.0.1:1", "--advertise-client-urls=http://256.0.0.1:1"],
         &["--cert-file=none.pem", "--key-file=none.key", "--listen-client-urls=https://127.0.0.1:0"],
+        &["--initial-cluster-state="],
         &["--version"],
+        &["-version"],
         &["--help"],
+        &["-help"],
     ] {
         let code = |program: &Path| {
             let home = tempfile::tempdir().expect("a folder");

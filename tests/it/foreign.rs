@@ -8,8 +8,9 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, PutRequest, RangeRequest};
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
+use tonic::Code;
 
 use crate::{
     start::run,
@@ -90,6 +91,66 @@ async fn connection_limit_of_the_role_is_named() {
     postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 1"));
     let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
     check_contains(&text, &[&format!("too many connections for role \"{name}\"")]);
+}
+
+#[tokio::test]
+async fn new_database_needs_an_encoding_for_all_names() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = postgres.create_database();
+    let name = database_name(&endpoint);
+    let set = |encoding: &str| {
+        let number = format!("pg_char_to_encoding('{encoding}')");
+        postgres.psql("postgres", &format!("UPDATE pg_database SET encoding = {number} WHERE datname = '{name}'"));
+    };
+    set("LATIN1");
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &[name, "has the encoding LATIN1", "ENCODING 'UTF8' TEMPLATE template0"]);
+    assert_eq!(postgres.psql(name, "SELECT count(*) FROM pg_tables WHERE tablename LIKE 'kv_log%'"), "0");
+
+    set("UTF8");
+    let mut server = Server::orlop_on(&endpoint, &[]).await;
+    server.terminate().await;
+    const WARNING: &str = "the encoding of the database lacks characters";
+    assert!(!server.log().contains(WARNING), "{}", server.log());
+    set("LATIN1");
+    server.restart().await;
+    check_contains(&server.log(), &[WARNING, "LATIN1"]);
+}
+
+/// As after `pg_restore --no-owner` by another role.
+#[tokio::test]
+async fn role_that_does_not_own_the_tables_is_warned_and_told_the_remedy() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = postgres.create_database();
+    let role = database_name(&endpoint);
+    let mut server = Server::orlop_on(&endpoint, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    client.maintenance.defragment(DefragmentRequest {}).await.expect("the owner defragments");
+    server.terminate().await;
+    let restorer = format!("{role}_restorer");
+    let restored = format!(
+        "CREATE ROLE {restorer}; REASSIGN OWNED BY {role} TO {restorer}; GRANT ALL ON SCHEMA {role} TO {role}; \
+         GRANT ALL ON ALL TABLES IN SCHEMA {role} TO {role}"
+    );
+    postgres.psql(role, &restored);
+
+    server.restart().await;
+    check_contains(&server.log(), &["the role does not own the tables of Orlop", &restorer, "REASSIGN OWNED"]);
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(PutRequest { key: "a".into(), ..Default::default() }).await.expect("a put");
+    let refused = client.maintenance.defragment(DefragmentRequest {}).await.expect_err("it may not");
+    let text = format!("the role {role} may not vacuum the table");
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+    check_contains(refused.message(), &[&text, &format!("whose owner is {restorer}")]);
+    server.terminate().await;
+
+    postgres.psql(role, &format!("DELETE FROM {role}._sqlx_migrations WHERE version = 9"));
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &["must be owner of", &format!("REASSIGN OWNED BY ... TO {role}")]);
+    postgres.psql(role, &format!("REASSIGN OWNED BY {restorer} TO {role}"));
+    server.restart().await;
 }
 
 /// A running pgbouncer, stopped when dropped.

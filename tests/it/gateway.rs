@@ -7,7 +7,9 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{Answer, Backend, DEADLINE, Server, http, on_both_backends};
+use orlop_wire::proto::client::etcdserverpb::PutRequest;
+
+use crate::support::{Answer, Backend, Client, DEADLINE, Server, http, http_with, on_both_backends};
 
 /// The calls are made in this order.
 const CALLS: [(&str, &str); 46] = [
@@ -167,4 +169,27 @@ async fn watch_streams_events(backend: Backend) {
     }
 }
 
-on_both_backends!(answers_equal_those_of_etcd, watch_streams_events,);
+async fn origins_and_hosts_are_limited_as_by_etcd(backend: Backend) {
+    let flags = ["--cors", "http://a.example:80", "--host-whitelist", "good.example,::1"];
+    let (Some(etcd), Some(orlop)) = (Server::etcd_with(&flags).await, Server::orlop_with(backend, &flags).await) else {
+        return;
+    };
+    let hosts = ["good.example", "good.example:2379", "[::1]:2379", "GOOD.example", "127.0.0.1:2379", "[::1]"];
+    let origins = ["http://a.example:80", "http://a.example", "http://b.example:80"];
+    for (method, path) in [("GET", "/health"), ("GET", "/none"), ("OPTIONS", "/health"), ("OPTIONS", "/none")] {
+        for headers in hosts.iter().flat_map(|host| origins.map(|origin| [("Host", *host), ("Origin", origin)])) {
+            let theirs = http_with(etcd.endpoint(), method, path, &headers).await;
+            let ours = http_with(orlop.endpoint(), method, path, &headers).await;
+            let what = format!("{method} {path} {headers:?}\netcd: {theirs:?}\norlop: {ours:?}");
+            assert_eq!((ours.status, &ours.body), (theirs.status, &theirs.body), "{what}");
+            for name in ["origin", "methods", "headers"] {
+                let name = format!("access-control-allow-{name}");
+                assert_eq!(ours.header(&name), theirs.header(&name), "{what}");
+            }
+        }
+    }
+    let mut client = Client::connect(orlop.endpoint()).await;
+    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("gRPC is not limited");
+}
+
+on_both_backends!(answers_equal_those_of_etcd, watch_streams_events, origins_and_hosts_are_limited_as_by_etcd);

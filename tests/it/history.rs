@@ -9,8 +9,9 @@ mod rewind;
 mod shared;
 mod versions;
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use orlop_core::clock;
 use orlop_wire::proto::client::{
     etcdserverpb::{
         CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
@@ -293,8 +294,7 @@ async fn times_are_not_of_a_later_start(backend: Backend) {
         } else {
             server.terminate().await;
         }
-        #[expect(clippy::disallowed_methods, reason = "it is compared with a time of the wall clock")]
-        let stopped_at = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time after 1970").as_millis() as i64;
+        let stopped_at = clock::unix_ms(clock::now());
         server.restart().await;
         client = Client::connect(server.endpoint()).await;
         put_until_recorded(&mut client, &mut model).await;

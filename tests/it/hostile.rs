@@ -187,7 +187,8 @@ async fn floods_are_harmless(backend: Backend) {
         let head = frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]));
         [head, frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes())].concat()
     };
-    let floods: [(&str, &dyn Fn(usize) -> Vec<u8>); 3] = [
+    type Flood<'a> = (&'static str, &'a dyn Fn(usize) -> Vec<u8>);
+    let floods: [Flood<'_>; 3] = [
         ("HEADERS and RST_STREAM", &resets),
         ("PING", &|_| frame(PING, 0, 0, &[7; 8])),
         ("SETTINGS", &|_| frame(SETTINGS, 0, 0, &[])),

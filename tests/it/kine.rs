@@ -14,6 +14,7 @@ use orlop_wire::proto::client::{
     etcdserverpb::{LeaseLeasesRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, WatchCreateRequest},
     mvccpb::{Event, KeyValue},
 };
+use sqlx::{Connection as _, PgConnection};
 use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
@@ -274,6 +275,28 @@ async fn narrow_columns_of_old_tables_are_read(backend: Backend) {
     }
 }
 
+/// Each page is read by the index. Reading to the end of the table for each of them takes minutes for a large table.
+async fn pages_of_large_tables_are_found_by_index(backend: Backend) {
+    for schema in [Schema::Current, Schema::Old] {
+        let Some(source) = Source::new(Kind::Postgres, schema).await else { return };
+        source.add(&[Row::compaction(1, 0)]).await;
+        let rows = "INSERT INTO kine (id, name, created, prev_revision) \
+            SELECT id, '/' || id, 1, 0 FROM generate_series(2, 20000) AS id; ANALYZE kine";
+        source.sql(rows).await;
+        let Some(imported) = Imported::from(backend, &source.url).await else { return };
+        assert!(imported.report.contains("revision           20000"), "{}", imported.report);
+        let sql = "SELECT (seq_tup_read + idx_tup_fetch)::bigint FROM pg_stat_user_tables WHERE relname = 'kine'";
+        // A session reports its reads when it ends.
+        let reads = eventually("the number of reads", async || {
+            let mut connection = PgConnection::connect(&source.own).await.expect("a connection");
+            let reads: i64 = sqlx::query_scalar(sql).fetch_one(&mut connection).await.expect("a number");
+            if reads >= 40_000 { Ok(reads) } else { Err(reads) }
+        })
+        .await;
+        assert!(reads < 200_000, "{reads} reads of rows");
+    }
+}
+
 /// MySQL's addresses in both forms; the path of a file; a file with a WAL that a killed process has left.
 async fn every_form_of_address_is_accepted(backend: Backend) {
     if let Some(source) = Source::of(Kind::MySql, &live_example()).await {
@@ -301,5 +324,6 @@ on_both_backends!(
     watches_resume_above_the_compact_revision,
     keys_with_a_ttl_get_a_lease_each,
     narrow_columns_of_old_tables_are_read,
+    pages_of_large_tables_are_found_by_index,
     every_form_of_address_is_accepted,
 );

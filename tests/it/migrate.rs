@@ -244,6 +244,28 @@ async fn compacted_source_is_copied_again(backend: Backend) {
     check_same(&seen(&mut Client::connect(copy.endpoint()).await).await, &seen(&mut client).await);
 }
 
+/// To watch a store from its first revision, etcd reads its whole history, and writes wait.
+async fn history_of_a_source_without_compactions_is_not_watched(backend: Backend) {
+    const READS: &str =
+        r#"grpc_server_started_total{grpc_method="Range",grpc_service="etcdserverpb.KV",grpc_type="unary"}"#;
+    const WATCHES: &str =
+        r#"grpc_server_started_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"}"#;
+    let Some(source) = Server::etcd().await else { return };
+    let Some(destination) = Destination::new(backend).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+    let migrator = destination.migrate(source.endpoint(), &[]);
+    migrator.says("restored a snapshot").await;
+    // After the first read, one asks for the compact revision; the others ask for the newest revision.
+    eventually("the migration's reads", async || match source.metric(READS).await {
+        reads if reads >= 4.0 => Ok(()),
+        reads => Err(reads),
+    })
+    .await;
+    assert_eq!(source.metric(WATCHES).await, 1.0, "the watch of the newest changes");
+    migrator.kill();
+}
+
 /// At its compact revision, etcd 3.4 tells no hash, and later versions the one from before the compaction.
 async fn source_compacted_at_its_head_is_copied(backend: Backend) {
     for etcd in Etcd::ALL {
@@ -385,6 +407,7 @@ on_both_backends!(
     writes_at_the_source_after_the_cut_over_are_named,
     compacted_source_is_copied_again,
     source_compacted_at_its_head_is_copied,
+    history_of_a_source_without_compactions_is_not_watched,
     changed_users_are_copied_again,
     databases_with_other_data_are_refused,
     store_with_auth_is_copied_by_root,

@@ -1,11 +1,13 @@
 //! The database becomes unavailable and comes back, with the same or with different contents.
 
+mod restored;
+
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
     DefragmentRequest, PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
 };
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tonic::{Code, metadata::MetadataMap};
 
 use crate::{
@@ -297,6 +299,22 @@ async fn lost_connection_for_notifications_is_replaced() {
     let writer = Server::orlop_on(&datastore, &["--name", "writer"]).await;
     let revision = put_at(&mut Client::connect(writer.endpoint()).await, "k").await;
     stream.read_until(revision).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_timeout_of_the_role_does_not_end_the_connection_for_notifications() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let version = postgres.psql("postgres", "SHOW server_version_num");
+    if version.parse::<u32>().expect("a number") < 140_000 {
+        return; // It has no such setting.
+    }
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    postgres.psql("postgres", &format!("ALTER ROLE {database} SET idle_session_timeout = '1s'"));
+    let _server = Server::orlop_on(&datastore, &[]).await;
+    let first = port_of(postgres, database, "LISTEN %").await;
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(port_of(postgres, database, "LISTEN %").await, first);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

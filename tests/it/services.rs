@@ -7,9 +7,10 @@ use orlop_wire::proto::client::etcdserverpb::{
     MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest, StatusRequest, auth_client::AuthClient,
     downgrade_request::DowngradeAction,
 };
+use tokio::time::timeout;
 use tonic::{Code, transport::Channel};
 
-use crate::support::{Backend, Client, Server, on_both_backends};
+use crate::support::{Backend, Client, DEADLINE, Server, on_both_backends};
 
 async fn status_names_a_leader_a_version_and_sizes(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
@@ -174,6 +175,14 @@ async fn health_streams_end_when_the_server_stops(backend: Backend) {
     tokio::join!(server.terminate(), rest);
 }
 
+/// As in etcd. A limit of 0 would let every call wait.
+async fn zero_concurrent_streams_mean_no_limit(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &["--max-concurrent-streams", "0"]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let put = client.kv.put(PutRequest { key: "k".into(), ..Default::default() });
+    timeout(DEADLINE, put).await.expect("the call does not hang").expect("a put");
+}
+
 on_both_backends!(
     status_names_a_leader_a_version_and_sizes,
     identity_survives_a_restart,
@@ -181,4 +190,5 @@ on_both_backends!(
     raft_requests_are_answered_without_raft,
     health_is_serving_and_reflection_lists_the_services,
     health_streams_end_when_the_server_stops,
+    zero_concurrent_streams_mean_no_limit,
 );

@@ -383,6 +383,8 @@ async fn copied_file_with_a_wal_is_refused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restore_into_a_used_postgres_is_refused() {
+    use sqlx::{Connection as _, PgConnection};
+
     let Some(postgres) = Postgres::shared().await else { return };
     let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
@@ -396,6 +398,9 @@ async fn restore_into_a_used_postgres_is_refused() {
         server.terminate().await;
     }
     check_refused(&restore, &["already contains a log"]);
+    let mut other = PgConnection::connect(&datastore).await.expect("a connection");
+    sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut other).await.expect("a lock");
+    check_refused(&restore, &["no response within 12s; another restore, import or server may hold the lock"]);
 }
 
 on_both_backends!(snapshot_under_load_is_consistent, empty_and_small_stores_are_saved_by_etcdctl,);

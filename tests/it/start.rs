@@ -112,7 +112,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
     check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
     check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
     check_refused(&["--config-file", "bad.yaml"], &[], &["max-txn-ops", "bad.yaml"]);
-    check_refused(&["--config-file", "none.toml"], &[], &["none.toml"]);
+    check_refused(&["--config-file", "none.toml"], &[], &["none.toml: No such file"]);
     check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://", "postgres://"]);
     check_refused(&["--datastore-endpoint", "postgres://"], &[], &["sqlite://", "postgres://"]);
     check_refused(
@@ -143,6 +143,31 @@ fn errors_name_invalid_settings_and_accepted_values() {
     }
     check_refused(&["--datastore-connections", "0"], &[], &["datastore-connections", "at least 1"]);
     check_refused(&["--datastore-poll-interval", "1us"], &[], &["datastore-poll-interval", "at least 1ms"]);
+}
+
+#[test]
+fn errors_name_sources_and_settings_that_do_not_fit() {
+    let traces = ["--enable-distributed-tracing", "--distributed-tracing-address", "http://localhost:4317"];
+    check_refused(&traces, &[], &["distributed-tracing-address must be HOST:PORT without a scheme"]);
+    let members = "initial-cluster names 3 members, but SQLite serves one instance";
+    let cluster = "a=http://a:2380,b=http://b:2380,c=http://c:2380";
+    check_refused(&["--initial-cluster", cluster], &[], &[members]);
+    check_refused(&[], &[("ETCD_INITIAL_CLUSTER", cluster)], &[members]);
+    check_refused(&["--cors=nowhere"], &[], &["cors", "nowhere", "is not an origin", "http://HOST:PORT"]);
+    check_refused(&["--max-txn-ops", "0", "--config-file="], &[("ETCD_CONFIG_FILE", "")], &["at least 1"]);
+    check_refused(&["--max-txn-ops", "0"], &[("ORLOP_CONFIG_FILE", "")], &["at least 1"]);
+    for variable in ["ORLOP_CONFIG_FILE", "ETCD_CONFIG_FILE"] {
+        check_refused(&[], &[("ORLOP_CONFIG_FILE", ""), (variable, "none.toml")], &["none.toml: No such file"]);
+    }
+    for password in ["s3c@ret?secret", "s3c@ret?secret=x", "s3c@ret?x&secret"] {
+        let endpoint = format!("postgres://user:{password}@host/db");
+        check_refused(&["--datastore-endpoint", &endpoint], &[], &["special characters must be percent-encoded"]);
+    }
+    let file = "datastore-endpoint = \"postgres://user:secret@host/db\n";
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let path = home.path().join("orlop.toml");
+    fs::write(&path, file).expect("a file can be written");
+    check_refused(&["--config-file", &path.display().to_string()], &[], &["line 1, column", "invalid", "orlop.toml"]);
 }
 
 #[test]

@@ -26,7 +26,7 @@ pub use self::{
     client::{Client, Connection},
     cluster::{Cluster, Replication},
     disk::Disk,
-    http::{Answer, http, http_bytes, http_get},
+    http::{Answer, http, http_bytes, http_get, http_with},
     link::{Link, NetworkState},
     mysql::MySql,
     patroni::{Patroni, Scope},

@@ -26,13 +26,14 @@ use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
-    task::{AbortHandle, JoinHandle},
+    task::AbortHandle,
     time::timeout,
 };
 use tokio_rustls::{
     TlsConnector,
     rustls::{ClientConfig, pki_types::ServerName},
 };
+use tokio_util::task::AbortOnDropHandle;
 use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
@@ -123,8 +124,7 @@ impl Client {
     /// [`Error::LogIn`].
     pub async fn log_in(&self, name: String, password: String) -> Result<Option<HeaderValue>, Error> {
         let failed = |error: String| Error::LogIn { endpoint: self.endpoint.to_string(), error };
-        let mut auth = AuthClient::with_origin(self.connection.clone(), self.origin.clone());
-        match auth.authenticate(AuthenticateRequest { name, password }).await {
+        match self.auth().authenticate(AuthenticateRequest { name, password }).await {
             Ok(response) => {
                 let token = HeaderValue::try_from(response.into_inner().token);
                 token.map(Some).map_err(|error| failed(error.to_string()))
@@ -148,6 +148,7 @@ impl Client {
         KvClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
 
+    /// Returns the service that only Orlop has.
     pub fn history(&self) -> HistoryClient<Connection> {
         HistoryClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
@@ -169,9 +170,12 @@ impl Client {
         InsightClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
-    /// Returns the service that only Orlop has.
     pub fn watch(&self) -> WatchClient<Connection> {
         WatchClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
+    }
+
+    pub fn auth(&self) -> AuthClient<Connection> {
+        AuthClient::with_origin(self.connection.clone(), self.origin.clone())
     }
 
     pub fn locks(&self) -> LockClient<Connection> {
@@ -229,7 +233,7 @@ async fn get_over_http1(authority: &str, path: &'static str) -> Result<String, S
     let exchange = async {
         let stream = TcpStream::connect(authority).await?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
-        let driver = AbortOnDropHandle(tokio::spawn(connection));
+        let driver = AbortOnDropHandle::new(tokio::spawn(connection));
         let request = Request::get(path).header(http::header::HOST, authority).body(Body::empty());
         let response = sender.send_request(request.map_err(io::Error::other)?).await.map_err(io::Error::other)?;
         if !response.status().is_success() {
@@ -242,15 +246,6 @@ async fn get_over_http1(authority: &str, path: &'static str) -> Result<String, S
     let exchanged = timeout(CONNECT_TIMEOUT, exchange).await;
     let exchanged = exchanged.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
     exchanged.map_err(|error| Status::unavailable(error.to_string()))
-}
-
-/// Aborts a task when dropped.
-struct AbortOnDropHandle<T>(JoinHandle<T>);
-
-impl<T> Drop for AbortOnDropHandle<T> {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 /// Converts an error of hyper to a status.

@@ -23,8 +23,8 @@
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`overload`]: limits on time and memory under attack
-//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`]: counters, request tracing, panics, stuck
-//!   loops, file modes
+//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`], [`files`], [`clock`]: counters, request
+//!   tracing, panics, stuck loops, file modes, file names, the wall clock
 //! - [`sync`]: locks, which a scheduler replaces in tests of races
 //!
 //! Invariants:
@@ -37,6 +37,8 @@
 extern crate self as orlop_core; // tests/model, which the unit tests include, imports this crate by this name
 
 pub mod auth;
+pub mod clock;
+pub mod files;
 pub mod index;
 pub mod lease;
 pub mod log;

@@ -1,8 +1,6 @@
-//! The log: all changes that are not compacted, in a database. It is the source of truth; all other state is a cache of
-//! it.
+//! The log: all changes that are not compacted, in a database. All other state is a cache of it.
 //!
-//! [`Log`] is the interface that the store needs from a database, in the domain's terms. A log knows nothing about the
-//! state of keys: it appends rows and returns them.
+//! [`Log`] is the interface that the store needs from a database, in the domain's terms. A log does not know the state of keys.
 
 mod archive;
 mod inspect;
@@ -38,6 +36,9 @@ pub enum Error {
     /// The database's disk is full. Nothing was written.
     #[error("the disk of the database is full: {0}")]
     Full(String),
+    /// The database does not permit this, and would refuse it again. Nothing was written.
+    #[error("refused by the database: {0}")]
+    Refused(String),
     /// The append may or may not have happened. Read the log before the next write.
     #[error("the outcome of a write is unknown: {0}")]
     OutcomeUnknown(String),
@@ -55,16 +56,14 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The position of the log. If two reads of it are equal, nothing was appended between them: no rows, no change of a
-/// lease, an alarm, a user or a role, no compaction.
+/// lease, an alarm, a user or a role, no compaction. `epoch` and `server` are always 0 if this process is the only one on the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Position {
     pub head: Revision,
-    /// Number of appends that changed leases, alarms, users or roles, or compacted. Always 0 if this process is the only one on the
-    /// log.
+    /// Number of appends that changed leases, alarms, users or roles, or compacted.
     pub epoch: i64,
-    /// Identifies one run of the database server. It changes when the server restarts or another server takes over; the
-    /// store then compares the end of the log before the next append. Always 0 if this process is the only one on the
-    /// log.
+    /// Identifies one run of the database server and the table of the log. When it changes, the store compares the end
+    /// of the log before the next append.
     pub server: i64,
 }
 
@@ -405,7 +404,8 @@ pub trait Log: History {
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`] and [`Error::Full`] only if nothing was and nothing will be written.
+    /// [`Error::Unavailable`], [`Error::Full`] and [`Error::Refused`] only if nothing was and nothing will be written;
+    /// the last only for a change of a fact, or of users and roles.
     ///
     /// # Cancel safety
     ///

@@ -16,6 +16,7 @@ use prometheus::{
 };
 
 use self::process::Process;
+use crate::clock::unix_secs;
 
 /// Returns `count` bucket bounds that double from `from` on.
 fn doubling(from: f64, count: usize) -> Vec<f64> {
@@ -199,8 +200,7 @@ metrics! {
 impl Maintenance {
     /// Sets the time of the last snapshot.
     pub fn set_last_snapshot(&self, time: SystemTime) {
-        let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.snapshot_last.set(i64::try_from(since_epoch.as_secs()).unwrap_or(i64::MAX));
+        self.snapshot_last.set(unix_secs(time));
     }
 }
 
@@ -264,8 +264,6 @@ metrics! {
         is_leader: IntGauge "etcd_server_is_leader",
             "1 if this instance is the leader, which runs tasks that only one instance should run.";
         is_learner: IntGauge "etcd_server_is_learner", "0: there are no learners.";
-        committed: IntGauge "etcd_server_proposals_committed_total", "The newest known committed revision.";
-        applied: IntGauge "etcd_server_proposals_applied_total", "The newest revision applied.";
         pending: IntGauge "etcd_server_proposals_pending", "Writes in the queue.";
         applying_snapshot: IntGauge "etcd_server_snapshot_apply_in_progress_total", "1 while the index is rebuilt.";
         quota: IntGauge "etcd_server_quota_backend_bytes", "Maximum size of the database in bytes.";
@@ -274,7 +272,6 @@ metrics! {
         cluster_version: IntGaugeVec "etcd_cluster_version" ["cluster_version"], "1 for the cluster's version.";
         server_id: IntGaugeVec "etcd_server_id" ["server_id"], "1 for this member's id, in hexadecimal.";
         known_peers: IntGaugeVec "etcd_network_known_peers" ["Local", "Remote"], "1 for each other live instance.";
-        active_peers: IntGaugeVec "etcd_network_active_peers" ["Local", "Remote"], "1 for each other live instance.";
         db_bytes: IntGauge "etcd_mvcc_db_total_size_in_bytes", "Size of the database in bytes.";
         db_bytes_in_use: IntGauge "etcd_mvcc_db_total_size_in_use_in_bytes",
             "Size of the database without free pages in bytes.";
@@ -288,8 +285,6 @@ metrics! {
             "Messages that wait to be sent to watchers.";
         auth_revision: IntGauge "etcd_debugging_auth_revision", "The auth store's revision.";
         alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each active alarm.";
-        fds_used: IntGauge "os_fd_used", "Open file descriptors.";
-        fds_limit: IntGauge "os_fd_limit", "Maximum number of open file descriptors.";
         tasks: IntGauge "go_goroutines", "Tasks of the asynchronous runtime.";
         disk_free: IntGaugeVec "orlop_disk_free_bytes", "Free bytes on the disk of the SQLite database.";
         certificate_expiry: IntGaugeVec "orlop_tls_certificate_expiry_timestamp_seconds",
@@ -307,7 +302,7 @@ metrics! {
 }
 
 /// Metrics of etcd that have the values of another one: name, the other one, description.
-const COPIES: [(&str, &str, &str); 12] = [
+const COPIES: [(&str, &str, &str); 17] = [
     ("etcd_debugging_mvcc_put_total", "etcd_mvcc_put_total", "The old name of etcd_mvcc_put_total."),
     ("etcd_debugging_mvcc_delete_total", "etcd_mvcc_delete_total", "The old name of etcd_mvcc_delete_total."),
     ("etcd_debugging_mvcc_txn_total", "etcd_mvcc_txn_total", "The old name of etcd_mvcc_txn_total."),
@@ -319,10 +314,16 @@ const COPIES: [(&str, &str, &str); 12] = [
     ("etcd_snap_db_fsync_duration_seconds", COMMITS, "Duration of an append's durable commit."),
     ("etcd_snap_db_save_total_duration_seconds", SNAPSHOTS, "Duration of a snapshot."),
     ("etcd_debugging_snap_save_total_duration_seconds", SNAPSHOTS, "Duration of a snapshot."),
+    ("etcd_server_proposals_committed_total", HEAD, "The newest known committed revision."),
+    ("etcd_server_proposals_applied_total", HEAD, "The newest revision applied."),
+    ("etcd_network_active_peers", "etcd_network_known_peers", "1 for each other live instance."),
     ("go_threads", "process_threads", "Number of threads of the process."),
+    ("os_fd_used", "process_open_fds", "Open file descriptors."),
+    ("os_fd_limit", "process_max_fds", "Maximum number of open file descriptors."),
 ];
 const COMMITS: &str = "etcd_disk_wal_fsync_duration_seconds";
 const SNAPSHOTS: &str = "etcd_disk_backend_snapshot_duration_seconds";
+const HEAD: &str = "etcd_debugging_mvcc_current_revision";
 
 /// All metrics and their text format.
 #[derive(Debug)]

@@ -161,12 +161,17 @@ impl Change {
         matches!(self.kind, ChangeKind::Delete)
     }
 
+    /// Returns the pair that a put wrote.
+    pub fn kv(&self) -> Option<&EncodedKv> {
+        match &self.kind {
+            ChangeKind::Put { kv, .. } => Some(kv),
+            ChangeKind::Delete => None,
+        }
+    }
+
     /// Returns the bytes of the pairs in memory: that of a put, and the previous one.
     pub fn pair_bytes(&self) -> usize {
-        let put = match &self.kind {
-            ChangeKind::Put { kv, .. } => kv.len(),
-            ChangeKind::Delete => 0,
-        };
+        let put = self.kv().map_or(0, EncodedKv::len);
         put + self.prev.as_ref().and_then(|prev| prev.kv.as_ref()).map_or(0, EncodedKv::len)
     }
 }

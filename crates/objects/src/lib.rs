@@ -60,7 +60,7 @@ use serde_json::Value;
 
 pub use self::{
     diff::{Change, Diff, DiffLine, Hunk, Style, diff},
-    lines::escaped,
+    lines::{escaped, is_hazard},
 };
 use self::{
     envelope::{Envelope, MAGIC},

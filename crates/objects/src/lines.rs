@@ -61,7 +61,7 @@ impl Lines {
 
 /// Reports whether a terminal or an editor could act on a character instead of showing it: control characters, line
 /// separators, and the characters that change the direction of text.
-pub(crate) fn is_hazard(c: char) -> bool {
+pub fn is_hazard(c: char) -> bool {
     let direction =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}')

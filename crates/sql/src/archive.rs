@@ -6,10 +6,13 @@ use orlop_core::{
         ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedRow, PastRow, Result,
         StoredArchivedRow,
     },
-    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Version},
+    types::{Change, EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
 
-use crate::rows::{LogRow, RowColumns, consume_budget_for, row_id};
+use crate::{
+    error::in_row,
+    rows::{LogRow, RowColumns, consume_budget_for, row_id},
+};
 
 /// The columns that [`page`] reads.
 macro_rules! archive_columns {
@@ -50,7 +53,7 @@ pub(crate) enum Fill {
 pub(crate) async fn page<R: LogRow>(
     rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
     rows_max: usize,
-) -> sqlx::Result<Result<(Vec<PastRow>, Fill)>> {
+) -> sqlx::Result<(Vec<PastRow>, Fill)> {
     let sized = |row: &R| {
         let past = past_row(row)?;
         Ok((past.key.len() + past.kv.as_ref().map_or(0, EncodedKv::len), past))
@@ -61,12 +64,13 @@ pub(crate) async fn page<R: LogRow>(
 /// Reads rows with the columns of [`RowColumns`] and `end_revision` until a page is full.
 pub(crate) async fn archived_rows<R: LogRow>(
     rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
-) -> sqlx::Result<Result<Vec<ArchivedRow>>> {
+) -> sqlx::Result<Vec<ArchivedRow>> {
     let sized = |row: &R| {
         let (columns, end) = (RowColumns::read(row, 0)?, Revision(row.int(9)?));
         Ok((columns.len(), ArchivedRow { change: columns.into_change(None), end }))
     };
-    Ok(fill(rows, ARCHIVE_PAGE_ROWS, sized).await?.map(|(rows, _)| rows))
+    let (rows, _) = fill(rows, ARCHIVE_PAGE_ROWS, sized).await?;
+    Ok(rows)
 }
 
 /// Reads rows until a page is full: at most `rows_max`. `sized` reads a row and its bytes.
@@ -74,29 +78,23 @@ async fn fill<R: LogRow, T>(
     mut rows: impl Stream<Item = sqlx::Result<R>> + Unpin,
     rows_max: usize,
     sized: impl Fn(&R) -> Result<(usize, T)>,
-) -> sqlx::Result<Result<(Vec<T>, Fill)>> {
+) -> sqlx::Result<(Vec<T>, Fill)> {
     let (mut page, mut bytes) = (Vec::new(), 0);
     while let Some(row) = rows.try_next().await? {
-        let (len, item) = match sized(&row) {
-            Ok(sized) => sized,
-            Err(error) => return Ok(Err(error)),
-        };
+        let (len, item) = sized(&row).map_err(in_row)?;
         consume_budget_for(1, len).await;
         bytes += len;
         page.push(item);
         if page.len() == rows_max || bytes >= ARCHIVE_PAGE_BYTES {
-            return Ok(Ok((page, Fill::Full)));
+            return Ok((page, Fill::Full));
         }
     }
-    Ok(Ok((page, Fill::Rest)))
+    Ok((page, Fill::Rest))
 }
 
 /// Returns what a row counts in [`ArchiveState::bytes`].
 pub(crate) fn counted_bytes(change: &Change) -> u64 {
-    let value_len = match &change.kind {
-        ChangeKind::Put { kv, .. } => kv.value_slice().len(),
-        ChangeKind::Delete => 0,
-    };
+    let value_len = change.kv().map_or(0, |kv| kv.value_slice().len());
     (change.key.len() + value_len + ARCHIVED_ROW_BYTES) as u64
 }
 

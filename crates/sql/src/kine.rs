@@ -20,7 +20,8 @@ use tokio::time::timeout;
 
 use self::address::Address;
 use crate::{
-    rows::{LogRow, describe},
+    error::describe,
+    rows::LogRow,
     sqlite::{may_be_immutable, refuse_damage},
 };
 use orlop_core::log::{Error, Result};
@@ -208,9 +209,9 @@ impl KineTable {
             Values::Read => (*value).to_owned(),
             Values::Omit => format!("CASE WHEN name = '{APISERVER_COMPACTION}' THEN {value} END"),
         };
-        // The parts of the text are constants.
+        // The parts of the text are constants. A converted column may have the name `id` too; only the table's has an index.
         let sql = AssertSqlSafe(format!(
-            "SELECT {columns}, {value} FROM kine WHERE id > {parameter} ORDER BY id LIMIT {PAGE_ROWS}"
+            "SELECT {columns}, {value} FROM kine WHERE kine.id > {parameter} ORDER BY kine.id LIMIT {PAGE_ROWS}"
         ));
         let read = on!(&mut self.connection, connection => read(sqlx::query(sql).bind(after).fetch(connection)).await);
         read.map_err(|error| self.unreadable(&error))

@@ -7,6 +7,7 @@
 
 mod archive;
 mod auth;
+mod error;
 mod kine;
 mod migrations;
 mod postgres;

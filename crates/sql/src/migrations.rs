@@ -4,10 +4,13 @@
 //! SQLite, for the compiler. A database stores the hash of each migration, including comments, so never change a
 //! released migration.
 
+use orlop_core::log::{Error, Result};
 use sqlx::{
     SqlStr,
-    migrate::{Migration, MigrationType, Migrator},
+    migrate::{MigrateError, Migration, MigrationType, Migrator},
 };
+
+use crate::error::describe;
 
 /// Version, description and SQL of a migration. The first two are those of the file name.
 type File = (i64, &'static str, &'static str);
@@ -20,7 +23,7 @@ const SQLITE_ARCHIVE: [File; 2] = [
     (1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql")),
     (2, "gap", include_str!("../../../migrations/sqlite-archive/0002_gap.sql")),
 ];
-const POSTGRES: [File; 8] = [
+const POSTGRES: [File; 9] = [
     (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
     (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
     (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
@@ -29,6 +32,7 @@ const POSTGRES: [File; 8] = [
     (6, "clock", include_str!("../../../migrations/postgres/0006_clock.sql")),
     (7, "saved_index", include_str!("../../../migrations/postgres/0007_saved_index.sql")),
     (8, "corrected_clock", include_str!("../../../migrations/postgres/0008_corrected_clock.sql")),
+    (9, "log_identity", include_str!("../../../migrations/postgres/0009_log_identity.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {
@@ -48,6 +52,49 @@ fn migrator(files: &[File]) -> Migrator {
         Migration::new(*version, (*description).into(), MigrationType::Simple, SqlStr::from_static(sql), false)
     };
     Migrator::with_migrations(files.iter().map(migration).collect())
+}
+
+/// Checks that this version can read a database without migrating it: the database has the migrations of this version
+/// or the first of them. Returns its schema.
+pub(crate) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<i64> {
+    let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
+    if let Some(newest) = versions.last().filter(|_| known.starts_with(versions)) {
+        return Ok(*newest);
+    }
+    Err(Error::Open(format!(
+        "{name} was written by another version of Orlop: it has schema {}, this version reads schemas up to {}",
+        versions.last().unwrap_or(&0),
+        known.last().unwrap_or(&0),
+    )))
+}
+
+/// Returns the first table of another application, or `None` if the tables are those of Orlop.
+pub(crate) fn foreign_table(tables: &[String]) -> Option<&str> {
+    if tables.iter().any(|table| table == "kv_log") {
+        return None;
+    }
+    // Another instance may be creating Orlop's tables. The first of them is `_sqlx_migrations`.
+    tables.iter().map(String::as_str).find(|table| *table != "_sqlx_migrations")
+}
+
+/// Returns the error text for a database whose schema cannot be migrated.
+pub(crate) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
+    if let MigrateError::VersionMissing(version) = error {
+        return format!(
+            "database {name} was written by a newer version of Orlop: this version does not know schema {version}"
+        );
+    }
+    if let MigrateError::VersionMismatch(version) = error {
+        return format!(
+            "database {name} was written by another version of Orlop: its schema {version} differs from this version's"
+        );
+    }
+    let text = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = error {
+        describe(error)
+    } else {
+        error.to_string()
+    };
+    format!("cannot migrate database {name}: {text}")
 }
 
 #[cfg(test)]

@@ -1,12 +1,13 @@
 //! The log in a Postgres database, to which any number of Orlop instances append.
 //!
 //! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
-//! reads. A batch is one call of the function `orlop_append_behind`, which the migration creates. It is a compare-and-append
-//! under an advisory lock, in one round trip and one commit. A read of rows that compaction may delete concurrently
-//! also returns, from the same snapshot, the revision below which rows may be missing.
+//! reads. A batch is one call of a function that a migration creates: `orlop_append`, or `orlop_append_behind` for a
+//! batch that may be appended behind rows of other instances. Both are a compare-and-append under an advisory lock, in
+//! one round trip and one commit. A read of rows that compaction may delete concurrently also returns, from the same
+//! snapshot, the revision below which rows may be missing.
 //!
-//! After a restart or a failover of Postgres, [`Position::server`] has another value, and the store compares the end of
-//! the log before the next append.
+//! After a restart or a failover of Postgres, or when the table of the log was created again, [`Position::server`] has
+//! another value, and the store compares the end of the log before the next append.
 
 mod append;
 mod archive;
@@ -46,10 +47,7 @@ use self::{
     listener::Listener,
 };
 pub use self::{archive::PostgresArchive, load::PostgresLoader, view::PostgresView};
-use crate::{
-    Durability, auth,
-    rows::{LogRow as _, corrupt},
-};
+use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
     Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
@@ -193,12 +191,12 @@ const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
 #[async_trait]
 impl History for PostgresLog {
     async fn meta(&self) -> Result<Meta> {
-        let meta = read!(self.database, connection => read::meta(connection))??;
+        let meta = read!(self.database, connection => read::meta(connection))?;
         Ok(Meta { member_id: self.member.id, ..meta })
     }
 
     async fn auth(&self) -> Result<AuthState> {
-        read!(self.database, connection => read::auth(connection))?
+        read!(self.database, connection => read::auth(connection))
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
@@ -206,7 +204,7 @@ impl History for PostgresLog {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        read!(self.database, connection => read::changes(connection, from, to, range, prev))?
+        read!(self.database, connection => read::changes(connection, from, to, range, prev))
     }
 }
 
@@ -222,7 +220,7 @@ impl Log for PostgresLog {
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
-        read!(self.database, connection => read::values(connection, rows))?
+        read!(self.database, connection => read::values(connection, rows))
     }
 
     async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {

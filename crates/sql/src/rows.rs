@@ -1,13 +1,9 @@
 //! Rows of both databases: their columns, and the pages that are built from them.
 
-use sqlx::{
-    ColumnIndex, Decode, Row, Type,
-    migrate::{MigrateError, Migrator},
-    postgres::PgDatabaseError,
-};
+use sqlx::{ColumnIndex, Decode, Row, Type};
 use tokio::task::coop::consume_budget;
 
-use crate::auth;
+use crate::{auth, error::corrupt};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
     AuthMark, Connections, Error, LoggedLease, MIGRATION_SOURCE, Meta, Page, Position, Result, StoredRow, Table,
@@ -29,8 +25,6 @@ pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 pub(super) const REPLAY_ROWS_MAX: usize = 10_000;
 /// Maximum bytes of the keys of these rows. They are in memory several times.
 const REPLAY_KEY_BYTES_MAX: usize = 16 << 20;
-/// Maximum number of rows in one statement of [`orlop_core::log::Log::values`] on Postgres; keeps reads short.
-pub(super) const VALUES_ROWS_MAX: usize = 2_000;
 /// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take
 /// about 50 microseconds to decode, or ten times as long if the kernel has to allocate memory.
 const UNIT_BYTES: usize = 1 << 10;
@@ -77,13 +71,6 @@ where
     fn slice(&self, column: usize) -> Result<&[u8]> {
         Ok(self.try_get_unchecked::<Option<&[u8]>, _>(column).map_err(corrupt)?.unwrap_or_default())
     }
-}
-
-/// Reads the pair of a put from `id, sub, key, value, lease, version, create_revision`.
-pub(super) fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
-    let id = row_id(row.int(0)?, row.int(1)?)?;
-    let version = Version { row: id, create_revision: Revision(row.int(6)?), version: row.int(5)? };
-    Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
 }
 
 /// Consumes tokio's budget for decoded rows, so that a long read yields to other tasks.
@@ -320,72 +307,8 @@ pub(super) fn meta(rows: &[MetaRow]) -> Result<Meta> {
     Ok(meta)
 }
 
-/// Checks that this version can read a database without migrating it: the database has the migrations of this version
-/// or the first of them. Returns its schema.
-pub(super) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Result<i64> {
-    let known: Vec<i64> = known.iter().map(|migration| migration.version).collect();
-    if let Some(newest) = versions.last().filter(|_| known.starts_with(versions)) {
-        return Ok(*newest);
-    }
-    Err(Error::Open(format!(
-        "{name} was written by another version of Orlop: it has schema {}, this version reads schemas up to {}",
-        versions.last().unwrap_or(&0),
-        known.last().unwrap_or(&0),
-    )))
-}
-
-/// Returns the first table of another application, or `None` if the tables are those of Orlop.
-pub(super) fn foreign_table(tables: &[String]) -> Option<&str> {
-    if tables.iter().any(|table| table == "kv_log") {
-        return None;
-    }
-    // Another instance may be creating Orlop's tables. The first of them is `_sqlx_migrations`.
-    tables.iter().map(String::as_str).find(|table| *table != "_sqlx_migrations")
-}
-
-/// Returns the error text for a database whose schema cannot be migrated.
-pub(super) fn cannot_migrate(name: &str, error: &MigrateError) -> String {
-    if let MigrateError::VersionMissing(version) = error {
-        return format!(
-            "database {name} was written by a newer version of Orlop: this version does not know schema {version}"
-        );
-    }
-    if let MigrateError::VersionMismatch(version) = error {
-        return format!(
-            "database {name} was written by another version of Orlop: its schema {version} differs from this version's"
-        );
-    }
-    let text = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = error {
-        describe(error)
-    } else {
-        error.to_string()
-    };
-    format!("cannot migrate database {name}: {text}")
-}
-
 /// Returns the numbers of connections of a pool. The two arguments are read at different times, so `idle` may exceed
 /// `all`.
 pub(super) fn connections(all: u32, idle: usize) -> Connections {
     Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
-}
-
-/// Returns the text of an error for the operator. For an error of Postgres, sqlx adds a line number of Postgres' source
-/// code, which is omitted.
-pub(super) fn describe(error: &sqlx::Error) -> String {
-    if let Some(error) = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>()) {
-        return error.message().to_owned();
-    }
-    // Without sqlx's introductions, which tell an operator nothing.
-    if let sqlx::Error::Configuration(error) = error {
-        return error.to_string();
-    }
-    if let sqlx::Error::Io(error) = error { error.to_string() } else { error.to_string() }
-}
-
-pub(super) fn unavailable(error: sqlx::Error) -> Error {
-    Error::Unavailable(describe(&error))
-}
-
-pub(super) fn corrupt(error: sqlx::Error) -> Error {
-    Error::Corrupt(describe(&error))
 }

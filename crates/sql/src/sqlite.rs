@@ -57,14 +57,19 @@ use self::{
 };
 pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
 pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
-use crate::rows::{cannot_migrate, connections, foreign_table, unavailable};
-use crate::{Durability, auth, migrations};
+use crate::{
+    Durability, auth,
+    error::unavailable,
+    migrations::{self, cannot_migrate, foreign_table},
+    rows::connections,
+};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
     SavedIndex, SharedLog, Size, Visit, WithPrev,
 };
 use orlop_core::{
     auth::AuthState,
+    files::folder_of,
     private,
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -215,10 +220,10 @@ fn lock_file(file: &Path) -> Result<FileLock> {
 
 /// Refuses to create a database in the data directory of an etcd server: it would lack the keys of etcd.
 fn refuse_etcd(file: &Path) -> Result<()> {
-    let Some(folder) = file.parent().filter(|folder| !file.exists() && folder.join("member/snap").is_dir()) else {
+    let folder = folder_of(file);
+    if file.exists() || !folder.join("member/snap").is_dir() {
         return Ok(());
-    };
-    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    }
     Err(Error::Open(format!(
         "{} is the data directory of an etcd server, which Orlop cannot serve: choose another data-dir, and move \
          the store there with orlop migrate",
@@ -451,8 +456,7 @@ impl SqliteLog {
 
     /// Returns the bytes that this process may still write to the disk of the database.
     fn disk_free(&self) -> Option<u64> {
-        let disk = rustix::fs::statvfs(self.options.get_filename()).ok()?;
-        Some(disk.f_bavail.saturating_mul(disk.f_frsize))
+        wal::free_bytes(self.options.get_filename()).ok()
     }
 
     async fn delete(&self, rows: &[RowId]) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Wire-level code of the server and the load generator: etcd's generated messages ([`proto`]) and write coalescing for
+//! Wire-level code of the server and its clients: etcd's generated messages ([`proto`]) and write coalescing for
 //! connections ([`write_coalescing`]).
 
 pub mod proto;

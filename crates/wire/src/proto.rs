@@ -1,8 +1,8 @@
 //! etcd's messages and services, generated from `proto/`.
 //!
 //! The server uses [`server`], in which stored key-value pairs and events are `bytes` fields that contain encoded
-//! messages (see `build.rs`). `orlop bench` and the tests use [`client`], the plain types. Both have the same wire
-//! format.
+//! messages (see `build.rs`). Clients (the commands, the web page, `orlop bench` and the tests) use [`client`], the
+//! plain types. Both have the same wire format.
 
 #![allow(clippy::all, clippy::pedantic, missing_docs, rustdoc::all, reason = "generated code")]
 

@@ -10,7 +10,7 @@ use http::HeaderMap;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
-/// The time until which a call may last; never, if the client named no time.
+/// The time until which a call may last; `None` if the client named none.
 #[derive(Default)]
 pub struct Deadline(Option<Pin<Box<Sleep>>>);
 

@@ -22,12 +22,18 @@ pub fn message_len(mut header: &[u8], message_bytes_max: usize) -> Result<usize,
     if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
 }
 
-/// gRPC wants the answer to name the encodings that the server accepts.
+/// Returns the status of a compressed request. In gRPC, it names the encodings that the server accepts.
 fn compressed() -> Status {
     let text = "orlop: compressed requests are not supported; send them with identity encoding";
     let accepted = [("grpc-accept-encoding", "identity")];
     let accepted = accepted.map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
     Status::with_metadata(Code::Unimplemented, text, MetadataMap::from_headers(HeaderMap::from_iter(accepted)))
+}
+
+/// Returns the message length in the frame header at the start of `received`, if the header is complete.
+pub fn announced_len(received: &[u8]) -> Option<usize> {
+    let [_, len @ ..] = *received.first_chunk::<FRAME_HEADER_BYTES>()?;
+    Some(u32::from_be_bytes(len) as usize)
 }
 
 /// Counts the messages of a stream that arrives in chunks of any size.

@@ -1,4 +1,4 @@
-//! Limits the fields of a request before it is decoded.
+//! Limits the fields of a request, and the operations of a transaction, before it is decoded.
 //!
 //! A request of 2 MiB may have a million fields, whose decoding takes tens of milliseconds and hundreds of MiB.
 //! Counting stops when the limit is exceeded.
@@ -19,8 +19,11 @@ const FIELDS_MAX: usize = 1_024;
 /// Fields that each operation and compare of a transaction adds to the maximum: 13 of a range, one of the operation
 /// that contains the range, and one of the list that contains the operation.
 const FIELDS_PER_OP: usize = 15;
+/// Minimum number of bytes of an operation or a compare: its tag and its length.
+const OP_BYTES_MIN: usize = 2;
 /// Maximum number of operations and compares of a transaction, including nested transactions, as a multiple of
-/// `max_txn_ops`.
+/// `max_txn_ops`. Without this limit the numbers of the levels multiply: etcd accepts tens of thousands of
+/// operations in one request, and executes no other request at the same time.
 const TOTAL_OPS_FACTOR: usize = 64;
 
 /// Returns the maximum number of operations and compares of a transaction, including nested transactions.
@@ -35,17 +38,8 @@ pub trait LimitedFields: Message + Default + 'static {
     /// # Errors
     ///
     /// If it has too many fields.
-    fn check_fields(message: &[u8], ops_max: usize) -> Result<(), Status> {
-        if message.len() < COUNTED_BYTES_MIN { Ok(()) } else { Self::count_fields(message, ops_max) }
-    }
-
-    /// Checks an encoded request of any length.
-    ///
-    /// # Errors
-    ///
-    /// If it has too many fields.
-    fn count_fields(message: &[u8], _ops_max: usize) -> Result<(), Status> {
-        if Fields(message).nth(FIELDS_MAX).is_none() {
+    fn check_fields(message: &[u8], _ops_max: usize) -> Result<(), Status> {
+        if message.len() < COUNTED_BYTES_MIN || Fields(message).nth(FIELDS_MAX).is_none() {
             Ok(())
         } else {
             Err(Status::invalid_argument(format!("orlop: the request has more than {FIELDS_MAX} fields")))
@@ -59,8 +53,10 @@ impl LimitedFields for pb::DeleteRangeRequest {}
 impl LimitedFields for pb::CompactionRequest {}
 
 impl LimitedFields for pb::TxnRequest {
-    fn count_fields(message: &[u8], ops_max: usize) -> Result<(), Status> {
-        count_txn(message, ops_max)
+    /// Checks any request that is long enough to exceed the limit of operations, which is checked nowhere else.
+    fn check_fields(message: &[u8], ops_max: usize) -> Result<(), Status> {
+        let counted_bytes_min = COUNTED_BYTES_MIN.min(total_ops_max(ops_max).saturating_mul(OP_BYTES_MIN));
+        if message.len() < counted_bytes_min { Ok(()) } else { count_txn(message, ops_max) }
     }
 }
 
@@ -214,6 +210,20 @@ mod tests {
                 expected,
                 "{name}"
             );
+        }
+    }
+
+    #[test]
+    fn short_transactions_are_counted_if_the_limit_is_low() {
+        const OPS_MAX: usize = 60;
+        // 110 operations, and the compares of a hundred transactions.
+        for (compares, expected) in [(37, None), (39, Some(TOO_MANY))] {
+            let innermost = TxnRequest { compare: vec![Compare::default(); compares], ..Default::default() };
+            let innermost = RequestOp { request: Some(Inner::RequestTxn(innermost)) };
+            let request = TxnRequest { success: nested(vec![innermost; 10], 10), ..Default::default() };
+            let message = request.encode_to_vec();
+            assert!(message.len() < COUNTED_BYTES_MIN);
+            assert_eq!(refusal(pb::TxnRequest::check_fields(&message, OPS_MAX)).as_deref(), expected, "{compares}");
         }
     }
 

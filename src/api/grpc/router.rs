@@ -63,7 +63,7 @@ impl hyper::service::Service<Request<Incoming>> for Router {
     }
 }
 
-/// Returns whether a path is that of a gRPC method: its first part, the service, has a package. No path of HTTP has.
+/// Returns whether a path is that of a gRPC method: its first part contains a dot, which no path of HTTP has there.
 fn is_method(path: &str) -> bool {
     let mut parts = path.split('/').skip(1);
     parts.next().is_some_and(|service| service.contains('.')) && parts.next().is_some()

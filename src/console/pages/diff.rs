@@ -4,10 +4,13 @@ use axum::{body::Bytes, response::Response};
 use maud::{Markup, html};
 use orlop_objects::{Change, Diff, Hunk, Shown, diff};
 
-use super::{LINES_MAX, Tab, Visit, key_link, key_text, path, secrets_link, secrets_parameter, shown};
-use crate::console::{
-    backend::{Failure, pair},
-    query::encoded,
+use super::{LINES_MAX, Tab, Visit, key_link, path, secrets_link, secrets_parameter, shown};
+use crate::{
+    console::{
+        backend::{Failure, pair},
+        query::encoded,
+    },
+    history::shown_key,
 };
 
 /// Number of unchanged lines around a change.
@@ -15,7 +18,7 @@ const CONTEXT_LINES: usize = 3;
 
 pub(in crate::console) async fn page(visit: Visit) -> Response {
     let content = content(&visit).await;
-    let title = format!("Difference of {}", key_text(&visit.query.bytes("key")));
+    let title = format!("Difference of {}", shown_key(&visit.query.bytes("key")));
     visit.page(Tab::Keys, &title, content)
 }
 

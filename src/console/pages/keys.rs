@@ -4,10 +4,13 @@ use axum::response::Response;
 use maud::{Markup, html};
 use orlop_client::Client;
 
-use super::{Tab, Visit, key_text, path, prefix_field};
-use crate::console::{
-    backend::{Failure, Name, Names, names},
-    query::encoded,
+use super::{Tab, Visit, path, prefix_field};
+use crate::{
+    console::{
+        backend::{Failure, Name, Names, names},
+        query::encoded,
+    },
+    history::shown_key,
 };
 
 /// Number of names on a page.
@@ -69,7 +72,7 @@ fn list(prefix: &[u8], after: &[u8], page: &Names) -> Markup {
             ul.names {
                 @for name in &page.names {
                     li {
-                        @let text = key_text(&name.name[prefix.len().min(name.name.len())..]);
+                        @let text = shown_key(&name.name[prefix.len().min(name.name.len())..]);
                         @let text = if text.is_empty() { "(the prefix itself)".to_owned() } else { text };
                         @if name.is_prefix {
                             a.key.folder href=(format!("/keys?prefix={}", encoded(&name.name))) { (text) }

@@ -5,10 +5,13 @@ use maud::{Markup, html};
 use orlop_objects::{Form, Secrets, Shown};
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{LINES_MAX, Tab, Visit, bytes, key_field, key_text, path, secrets_link, secrets_parameter, shown, time};
-use crate::console::{
-    backend::{Failure, Timeline, Version, pair, timeline},
-    query::encoded,
+use super::{LINES_MAX, Tab, Visit, bytes, key_field, path, secrets_link, secrets_parameter, shown, time};
+use crate::{
+    console::{
+        backend::{Failure, Timeline, Version, pair, timeline},
+        query::encoded,
+    },
+    history::shown_key,
 };
 
 /// Number of versions on a page.
@@ -17,7 +20,7 @@ const VERSIONS_MAX: usize = 50;
 pub(in crate::console) async fn page(visit: Visit) -> Response {
     let content = content(&visit).await;
     let key = visit.query.bytes("key");
-    visit.page(Tab::Keys, &key_text(&key), content)
+    visit.page(Tab::Keys, &shown_key(&key), content)
 }
 
 async fn content(visit: &Visit) -> Result<Markup, Failure> {
@@ -33,7 +36,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     // A value is shown even if its history cannot be read.
     let timeline = timeline(client, &key, before, VERSIONS_MAX).await;
     if found.is_none() && newest.is_none() && matches!(&timeline, Ok(timeline) if timeline.versions.is_empty()) {
-        return Err(Failure::Missing(format!("there is no key {} and no history of it", key_text(&key))));
+        return Err(Failure::Missing(format!("there is no key {} and no history of it", shown_key(&key))));
     }
     let secrets = visit.secrets();
     let written = visit.query.number("written");
@@ -47,7 +50,7 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     };
     Ok(html! {
         (path("/keys", &key))
-        h1.key { (key_text(&key)) }
+        h1.key { (shown_key(&key)) }
         @if written > 0 {
             p.success role="status" { "The version was put back, at revision " (written) "." }
         }

@@ -41,8 +41,9 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let rates: Vec<f64> = points.iter().map(|point| point.operations_per_sec).collect();
     let slowest: Vec<f64> = points.iter().map(|point| point.p99_secs.unwrap_or_default()).collect();
     let highest = |numbers: &[f64]| numbers.iter().copied().fold(0.0, f64::max);
+    let now = &figures.now;
     Ok(html! {
-        @for alarm in &figures.server.alarms { p.failure { strong { "Alarm: " } (escaped(alarm)) } }
+        @for alarm in &now.server.alarms { p.failure { strong { "Alarm: " } (escaped(alarm)) } }
         (tiles(&figures))
         div.charts {
             (chart::line("Requests per second", &rates, &rate(highest(&rates))))
@@ -50,10 +51,10 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
         }
         div.columns {
             (section(&figures, "Requests", "operations", figures.operations.as_deref(), operations))
-            (section(&figures, "Slow requests of the last hour", "slowRequests", figures.slow_requests.as_ref(), slow_requests))
-            (section(&figures, "Watchers", "watchers", figures.watchers.as_ref(), watchers))
-            (section(&figures, "Leases that expire next", "leases", figures.leases.as_ref(), leases))
-            (section(&figures, "Members", "members", figures.members.as_ref(), members))
+            (section(&figures, "Slow requests of the last hour", "slowRequests", now.slow_requests.as_ref(), slow_requests))
+            (section(&figures, "Watchers", "watchers", now.watchers.as_ref(), watchers))
+            (section(&figures, "Leases that expire next", "leases", now.leases.as_ref(), leases))
+            (section(&figures, "Members", "members", now.members.as_ref(), members))
         }
     })
 }
@@ -72,7 +73,7 @@ fn section<T: ?Sized>(
             @match part {
                 Some(part) => (render(part)),
                 None => p.muted {
-                    @match figures.missing.get(name) {
+                    @match figures.now.missing.get(name) {
                         Some(reason) => { "Unknown: " (escaped(reason)) }
                         None => "Being measured.",
                     }
@@ -83,7 +84,7 @@ fn section<T: ?Sized>(
 }
 
 fn tiles(figures: &Figures) -> Markup {
-    let server = &figures.server;
+    let server = &figures.now.server;
     let number = |number: Option<i64>| number.map_or_else(|| "unknown".to_owned(), |number| number.to_string());
     let compacted = match server.compact_revision {
         None => "unknown".to_owned(),

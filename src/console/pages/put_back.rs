@@ -6,12 +6,13 @@ use maud::{Markup, html};
 use orlop_objects::Secrets;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{
-    Tab, Visit, diff::compare, key_field, key_link, key_text, login::redirect, path, secrets_link, secrets_parameter,
-};
-use crate::console::{
-    backend::{Failure, Written, pair, put_if},
-    query::encoded,
+use super::{Tab, Visit, diff::compare, key_field, key_link, login::redirect, path, secrets_link, secrets_parameter};
+use crate::{
+    console::{
+        backend::{Failure, Written, pair, put_if},
+        query::encoded,
+    },
+    history::shown_key,
 };
 
 const TITLE: &str = "Put back";
@@ -59,7 +60,7 @@ async fn version(visit: &Visit, key: &[u8], revision: i64) -> Result<KeyValue, F
         return Err(Failure::Invalid("there is no key or no revision".to_owned()));
     }
     let version = pair(&visit.visitor.client, key, revision).await?;
-    version.ok_or_else(|| Failure::Missing(format!("{} does not exist at revision {revision}", key_text(key))))
+    version.ok_or_else(|| Failure::Missing(format!("{} does not exist at revision {revision}", shown_key(key))))
 }
 
 pub(in crate::console) async fn write(visit: Visit, body: Bytes) -> Response {

@@ -3,13 +3,14 @@
 use axum::response::Response;
 use maud::{Markup, html};
 
-use super::{Tab, Visit, bytes, key_text, path, table};
+use super::{Tab, Visit, bytes, path, table};
 use crate::{
     console::{
         backend::Failure,
         query::encoded,
         treemap::{Area, layout},
     },
+    history::shown_key,
     insight::{PairSizes, Sized, Sizes},
 };
 
@@ -104,7 +105,7 @@ fn href(child: &Sized) -> String {
 
 fn name(sizes: &Sizes, child: &Sized) -> String {
     let below = child.name.0.get(sizes.prefix.0.len()..).unwrap_or_default();
-    if below.is_empty() { key_text(&child.name.0) } else { key_text(below) }
+    if below.is_empty() { shown_key(&child.name.0) } else { shown_key(below) }
 }
 
 fn children(title: &str, sizes: &Sizes, children: &[Sized]) -> Markup {

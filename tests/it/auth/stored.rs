@@ -1,17 +1,20 @@
 //! Users and roles in the database, in snapshots and in the log of the server.
 
-use std::fs;
+use std::{fs, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthRoleGetRequest, AuthStatusRequest, AuthUserAddRequest, AuthUserChangePasswordRequest, AuthUserGetRequest,
+    AuthRoleGetRequest, AuthRoleRevokePermissionRequest, AuthStatusRequest, AuthUserAddRequest,
+    AuthUserChangePasswordRequest, AuthUserGetRequest,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, Row as _, SqliteConnection};
 use tempfile::TempDir;
+use tokio::time::timeout;
+use tonic::Code;
 
-use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, check_refused, enable, get, password, put};
+use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, add_role, add_user, check_refused, enable, get, password, put};
 use crate::{
     snapshot::{restored, save},
-    support::{Backend, Client, Postgres, Server, on_both_backends},
+    support::{Backend, Client, Postgres, Server, database_name, on_both_backends},
 };
 
 /// Tables that a person can read, without passwords.
@@ -154,6 +157,45 @@ async fn postgres_of_the_first_schema_gets_the_tables() {
     enable(&mut client).await;
     let _ = act_as(&mut client, "user").await;
     put(&mut client, "a").await.expect("a put of a user");
+}
+
+/// A failed write of keys is repeated for 7 seconds, during which all other writes wait.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn user_that_postgres_refuses_delays_no_write() {
+    const AT_ONCE: Duration = Duration::from_secs(4);
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let server = Server::orlop_on(&datastore, &CHEAP).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let constraint = format!("ALTER TABLE {database}.auth_user ADD CONSTRAINT short CHECK (name <> 'long')");
+    postgres.psql(database, &constraint);
+
+    let user = AuthUserAddRequest { name: "long".to_owned(), password: password("long"), ..Default::default() };
+    let added = timeout(AT_ONCE, client.auth.user_add(user)).await.expect("an answer without a wait");
+    let status = added.expect_err("the table does not accept this name");
+    assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
+    assert!(status.message().starts_with("orlop: the database refused the request: "), "{status:?}");
+    assert!(status.message().contains("check constraint \"short\""), "{status:?}");
+    timeout(AT_ONCE, put(&mut client, "a")).await.expect("a put without a wait").expect("a put");
+    add_user(&mut client, "short").await;
+    let log = server.log();
+    assert!(!log.contains("the database accepts"), "it is no outage: {log}");
+}
+
+/// Postgres refuses to delete from a published table whose rows it cannot identify at a subscriber.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn permission_is_revoked_while_all_tables_are_published() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let server = Server::orlop_on(&datastore, &CHEAP).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    postgres.psql(database_name(&datastore), "CREATE PUBLICATION everything FOR ALL TABLES");
+    add_role(&mut client, "role", "a", "b").await;
+    let revoke = AuthRoleRevokePermissionRequest { role: "role".to_owned(), key: "a".into(), range_end: "b".into() };
+    client.auth.role_revoke_permission(revoke).await.expect("the permission is revoked");
+    let role = AuthRoleGetRequest { role: "role".to_owned() };
+    assert!(client.auth.role_get(role).await.expect("the role").into_inner().perm.is_empty());
 }
 
 on_both_backends!(users_and_roles_are_rows, snapshots_have_users_and_roles, secrets_are_in_no_log,);

@@ -68,7 +68,10 @@ fn holes() -> Vec<Case<'static>> {
             9,
             9,
             vec![A],
-            &["compact revision   9"],
+            &[
+                "compact revision   9",
+                "kine's is above its newest row 2 and its sequence 2: damaged, or rows are missing",
+            ],
         ),
         Case {
             sql: "DELETE FROM kine WHERE id = 5",
@@ -276,16 +279,21 @@ async fn tables_that_are_not_sound_are_refused(backend: Backend) {
         (Row::update(3, "/a", 2, 3, ""), "row 3: its prev_revision is 3, expected an earlier row"),
         (Row::update(3, "/a", 2, -1, ""), "row 3: its prev_revision is -1"),
         (Row::create(0, "/b", 0, ""), "row 0: its id is below 1"),
-        (Row::create(i64::MAX, "/b", 0, ""), "no revision is left"),
+        (Row::create(i64::MAX, "/b", 0, ""), "kine's newest revision is stated as 9223372036854775807"),
+        (Row::compaction(3, (1 << 62) + 1), "compact revision 4611686018427387905"),
     ];
     for (row, expected) in cases {
         let Some(source) = Source::of(Kind::Sqlite, &rows(&[row])).await else { return };
         let Some(text) = refused(backend, &source.url).await else { return };
         assert!(text.contains(expected), "{text}");
     }
+    let Some(source) = Source::of(Kind::Sqlite, &rows(&[])).await else { return };
+    source.sql("UPDATE sqlite_sequence SET seq = 9223372036854775806").await;
+    let Some(text) = refused(backend, &source.url).await else { return };
+    assert!(text.contains("more than a store can have written") && text.contains("newest row 2"), "{text}");
     let Some(source) = Source::of(Kind::Sqlite, &[Row::create(1, "/a", 0, "")]).await else { return };
     let Some(text) = refused(backend, &source.url).await else { return };
-    assert!(text.contains("row 1: it is a key"), "{text}");
+    assert!(text.contains("row 1 is the key \"/a\"") && !text.contains("damaged"), "{text}");
 
     let Some(source) = Source::of(Kind::MySql, &rows(&[])).await else { return };
     source.sql("INSERT INTO kine (id, name, created) VALUES (9223372036854775808, '/b', 1)").await;

@@ -386,6 +386,29 @@ async fn check_refused_unless_stopped(etcd: &mut Server) {
     }
 }
 
+/// Damage may hide requests that etcd has acknowledged. It refuses to start then, or starts with another database.
+fn check_damage_is_refused(folder: &Path) {
+    let status = ["snapshot", "status", path(folder)];
+    let wal = folder.join("member/wal/0000000000000000-0000000000000000.wal");
+    let whole = fs::read(&wal).expect("the WAL can be read");
+    // In the record after the first one.
+    let mut damaged = whole.clone();
+    damaged[40] ^= 1;
+    for file in [damaged, Vec::new()] {
+        fs::write(&wal, file).expect("the WAL can be written");
+        check_refused(&status, &["is damaged", "copy member/snap/db to another folder"]);
+    }
+    fs::remove_file(&wal).expect("the WAL can be removed");
+    check_refused(&status, &["has no files"]);
+    fs::write(&wal, whole).expect("the WAL can be written");
+    let received = ["00000000ffffffff.snap.db", "0000000000000002-00000000ffffffff.snap"]
+        .map(|name| folder.join("member/snap").join(name));
+    received.iter().for_each(|file| fs::write(file, "").expect("a file can be written"));
+    check_refused(&status, &["has a newer database, member/snap/00000000ffffffff.snap.db", "start this etcd"]);
+    received.iter().for_each(|file| fs::remove_file(file).expect("a file can be removed"));
+    prints(&status);
+}
+
 async fn stopped_etcd_is_restored(etcd: Etcd, backend: Backend) {
     // Until it stops, this etcd writes nothing to its database.
     let lazy = ["--backend-batch-interval", "1h", "--backend-batch-limit", "1000000"];
@@ -404,6 +427,7 @@ async fn stopped_etcd_is_restored(etcd: Etcd, backend: Backend) {
     etcd.restart().await;
     etcd.terminate().await;
     check_refused_unless_stopped(&mut etcd).await;
+    check_damage_is_refused(&folder);
     check_refused(&["snapshot", "status", path(&folder.join("member"))], &["is not a data directory of etcd"]);
     let home = TempDir::new().expect("a folder");
     check_refused(&["snapshot", "status", path(&file)], &["--skip-hash-check"]);

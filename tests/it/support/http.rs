@@ -39,11 +39,23 @@ pub async fn http(endpoint: &str, method: &str, path: &str, body: &str) -> Answe
 /// whole response.
 pub async fn http_bytes(endpoint: &str, method: &str, path: &str, body: &str) -> Vec<u8> {
     let address = endpoint.strip_prefix("http://").expect("an http endpoint");
+    let length = body.len().to_string();
+    let headers = [("Host", address), ("Content-Type", "application/json"), ("Content-Length", length.as_str())];
+    exchange(address, method, path, &headers, body).await
+}
+
+/// Sends a request without a body, with only these headers.
+pub async fn http_with(endpoint: &str, method: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
+    let address = endpoint.strip_prefix("http://").expect("an http endpoint");
+    let text = exchange(address, method, path, headers, "").await;
+    let text = String::from_utf8_lossy(&text);
+    Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"))
+}
+
+async fn exchange(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
-    let request = format!(
-        "{method} {path} HTTP/1.0\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-        body.len()
-    );
+    let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    let request = format!("{method} {path} HTTP/1.0\r\n{headers}\r\n{body}");
     stream.write_all(request.as_bytes()).await.expect("the server reads");
     let mut text = Vec::new();
     stream.read_to_end(&mut text).await.expect("the server answers");

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     sync::Mutex,
-    types::{Change, ChangeKind, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
+    types::{Change, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
 
 /// Maximum number of revisions in a page of [`History::changes`].
@@ -52,7 +52,7 @@ impl State {
     }
 
     fn pair(&self, row: RowId) -> Option<EncodedKv> {
-        self.rows.iter().find(|change| change.row == row).and_then(pair)
+        self.rows.iter().find(|change| change.row == row)?.kv().cloned()
     }
 
     /// Returns the change as a database returns it.
@@ -62,13 +62,6 @@ impl State {
             Prev { row: RowId::new(prev.row.revision, 0), kv }
         });
         Change { prev, prev_lease: None, ..change.clone() }
-    }
-}
-
-fn pair(change: &Change) -> Option<EncodedKv> {
-    match &change.kind {
-        ChangeKind::Put { kv, .. } => Some(kv.clone()),
-        ChangeKind::Delete => None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Limits the memory of values that were read from the log for responses and are not sent yet.
+//! Limits the memory of pairs that were read from the log, or made from the index, for responses and are not sent yet.
 //!
 //! A value in the value cache uses no additional memory in a response. Other values are read from the log and stay in
 //! memory until the response is sent; each is counted until its last reference is dropped. Above the limit, reads wait.

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     lease,
     log::{LeaseChange, Position},
-    types::{Change, ChangeKind, Prev, Revision, RowId},
+    types::{Change, Prev, Revision, RowId},
 };
 
 impl Shared {
@@ -97,7 +97,7 @@ impl Shared {
     fn count(&self, changes: &[Change]) {
         let (mut puts, mut bytes) = (0, 0);
         for change in changes {
-            if let ChangeKind::Put { kv, .. } = &change.kind {
+            if let Some(kv) = change.kv() {
                 puts += 1;
                 bytes += kv.len();
             }

@@ -9,7 +9,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
+use super::{error::Error, queue::WriteQueue, shared::Shared, tasks::until_stopped, write_request::Request};
 use crate::{auth::Caller, types::Revision};
 
 /// The history that automatic compaction keeps.
@@ -29,12 +29,7 @@ const SAMPLES: u32 = 10;
 const REVISION_INTERVAL: Duration = Duration::from_secs(5 * 60);
 
 /// Compacts according to the policy until stopped.
-pub(super) async fn run(
-    shared: Arc<Shared>,
-    queue: WriteQueue,
-    policy: AutoCompaction,
-    mut stop: watch::Receiver<bool>,
-) {
+pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, policy: AutoCompaction, stop: watch::Receiver<bool>) {
     let work = async {
         let mut schedule = Schedule::new(policy);
         let mut ticks = interval(schedule.tick());
@@ -62,11 +57,7 @@ pub(super) async fn run(
             }
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
 }
 
 /// Decides when to compact and at which revision. Pure.

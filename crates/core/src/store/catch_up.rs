@@ -6,8 +6,9 @@
 //! changes meanwhile; these are skipped under the hub's lock.
 //!
 //! Two cases are special. If compaction deleted rows before this instance read them, the index is rebuilt from the
-//! remaining log. If another server answers at the database's address, its log is compared with the changes that were
-//! applied last. If that log is shorter or different, this instance stops, so that clients never see two histories.
+//! remaining log. If another server answers at the database's address, or the table of the log was created again, the
+//! log is compared with the changes that were applied last. If it is shorter or different, this instance stops, so that
+//! clients never see two histories.
 
 use std::{
     collections::HashMap,
@@ -21,12 +22,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    leases::lease_table,
-    replay::replay,
-    replication::{AppliedTail, pair},
-    shared::Shared,
-};
+use super::{leases::lease_table, replay::replay, replication::AppliedTail, shared::Shared, tasks::until_stopped};
 use crate::{
     index::{Lease, TreeIndex},
     log::{Error, Meta, Position, Result, SharedLog, WithPrev},
@@ -68,11 +64,21 @@ impl Shared {
     }
 
     /// Asks for the log's position and catches up to it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Diverged`] stops the instance.
     pub(super) async fn reach_head(&self, log: &dyn SharedLog) -> Result<()> {
+        // Everything that was applied before the query is in the log. During the query this instance may append and
+        // apply more, so its position afterwards may be higher than that of a sound log.
+        let before = self.position();
         let position = log.position().await?;
-        if self.has_reached(position) || self.wait_for_own_append(position).await {
+        let went_back =
+            position.server == before.server && (position.head < before.head || position.epoch < before.epoch);
+        if !went_back && (self.has_reached(position) || self.wait_for_own_append(position).await) {
             return Ok(());
         }
+        // Stops the instance if the log went back.
         self.catch_up().await
     }
 
@@ -234,7 +240,7 @@ impl Shared {
             if let Some(prev) = &mut change.prev {
                 prev.kv = earlier.get(&prev.row).cloned().or_else(|| self.values.get(prev.row));
             }
-            if let ChangeKind::Put { kv, .. } = &change.kind {
+            if let Some(kv) = change.kv() {
                 earlier.insert(change.row, kv.clone());
             }
         }
@@ -312,7 +318,7 @@ impl Shared {
                 // Only rows that are in both are compared: rows of the tail may be compacted, and the tail may begin in
                 // the middle of a revision.
                 if let Some(applied) = applied.get(&found.row)
-                    && (applied.key != found.key || pair(applied) != pair(found))
+                    && (applied.key != found.key || applied.kv() != found.kv())
                 {
                     return Err(diverged(found.row.revision));
                 }
@@ -375,7 +381,7 @@ fn complete_prev(index: &TreeIndex, changes: &mut [Change]) {
 }
 
 /// Follows a shared log, so that the changes of other instances reach the watchers of this one.
-pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
         let mut last_read = Instant::now();
@@ -419,11 +425,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, mut stop: 
             }
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
 }
 
 #[cfg(test)]

@@ -17,8 +17,9 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::shared::Shared;
+use super::{shared::Shared, tasks::until_stopped};
 use crate::{
+    clock,
     index::{CompactionCursor, TreeIndex},
     log::{self, Reclaim},
     types::{Change, Key, Revision, RowId, Superseded},
@@ -58,7 +59,7 @@ pub(super) async fn run(
     shared: Arc<Shared>,
     rate: CompactionRate,
     mut garbage: Vec<Superseded>,
-    mut stop: watch::Receiver<bool>,
+    stop: watch::Receiver<bool>,
 ) {
     let work = async {
         let compacted = *shared.compaction_done.borrow();
@@ -76,12 +77,8 @@ pub(super) async fn run(
             }
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        // An interrupted step is repeated after the next start, which finds the remaining rows in the log.
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    // An interrupted step is repeated after the next start, which finds the remaining rows in the log.
+    until_stopped(stop, work).await;
 }
 
 fn elapsed_ms(since: Instant) -> f64 {
@@ -123,7 +120,7 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             let rows = garbage.len();
             purge(shared, rate, &mut garbage, target, PurgeOwner::ThisInstance).await;
             metrics.compaction_total.observe(elapsed_ms(begun));
-            shared.metrics.state.last_compaction.set(unix_seconds());
+            shared.metrics.state.last_compaction.set(clock::unix_secs(clock::now()));
             info!(compact_revision = target.0, rows, "compaction finished");
             shared.space.note_freed();
         } else {
@@ -282,10 +279,4 @@ async fn finish(shared: &Shared, compacted: Revision, server: i64) -> log::Resul
         Some(history) => history.finish(compacted, server).await,
         None => Ok(()),
     }
-}
-
-#[expect(clippy::disallowed_methods, reason = "a timestamp for monitoring")]
-fn unix_seconds() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    since.map_or(0, |since| since.as_secs().cast_signed())
 }

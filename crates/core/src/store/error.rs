@@ -29,6 +29,9 @@ pub enum Error {
     /// The database is unavailable. Nothing was done.
     #[error("database unavailable")]
     Unavailable,
+    /// The database does not permit this, for the reason in the text. Nothing was done; repeating it does not help.
+    #[error("refused by the database: {0}")]
+    Refused(String),
     /// The server is stopping. Nothing was done.
     #[error("server stopped")]
     Stopped,
@@ -65,6 +68,7 @@ impl From<log::Error> for Error {
         match error {
             log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
             log::Error::Full(_) => Self::NoSpace,
+            log::Error::Refused(reason) => Self::Refused(reason),
             log::Error::OutcomeUnknown(_) => Self::OutcomeUnknown,
             log::Error::Corrupt(_) => Self::Corrupt,
         }

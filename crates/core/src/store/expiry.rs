@@ -9,7 +9,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use super::{error::Error, queue::WriteQueue, shared::Shared, write_request::Request};
+use super::{error::Error, queue::WriteQueue, shared::Shared, tasks::until_stopped, write_request::Request};
 use crate::{
     auth::Caller,
     log::{self, HEARTBEAT_INTERVAL, Touch},
@@ -26,7 +26,7 @@ const NON_LEADER_DELAY: Duration = Duration::from_secs(2);
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
 /// Expires leases until stopped.
-pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, stop: watch::Receiver<bool>) {
     let work = async {
         loop {
             shared.pulses.expiry.rest();
@@ -65,11 +65,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             }
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
 }
 
 /// Returns the leases to expire. A shared log is queried first, because another instance may have renewed them.

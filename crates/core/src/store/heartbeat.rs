@@ -8,7 +8,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::{handle::Store, shared::Shared};
+use super::{handle::Store, shared::Shared, tasks::until_stopped};
 use crate::log::{Error, HEARTBEAT_INTERVAL, Member, Result, SharedLog};
 
 impl Shared {
@@ -53,17 +53,13 @@ impl Store {
 }
 
 /// Sends heartbeats.
-pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, stop: watch::Receiver<bool>) {
     let work = async {
         let Some(log) = shared.log.shared() else { return };
         // A heartbeat may wait for the database as long as it is away.
         tokio::join!(beat_forever(&shared, log), note_cut_off_forever(&shared));
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
 }
 
 async fn beat_forever(shared: &Shared, log: &dyn SharedLog) {

@@ -31,7 +31,7 @@ use self::even_clock::EvenClock;
 pub use self::frozen::FrozenStore;
 pub use self::moments::FoundMoment;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
-use super::shared::Shared;
+use super::{shared::Shared, tasks::until_stopped};
 use crate::{
     log::{self, Archive, Error, Log, Reclaimed, Time},
     sync::Mutex,
@@ -203,6 +203,7 @@ impl HistoryKeeper {
             Error::Unavailable(_) if self.archive.shares_database() => true,
             Error::Full(_) => false,
             Error::Unavailable(_)
+            | Error::Refused(_)
             | Error::OutcomeUnknown(_)
             | Error::Open(_)
             | Error::Corrupt(_)
@@ -276,7 +277,7 @@ fn rows_within(bytes: u64, rows: &[RowId], lengths: &HashMap<RowId, u64>) -> usi
 }
 
 /// Records times and deletes old rows, until stopped.
-pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, stop: watch::Receiver<bool>) {
     let Some(history) = &shared.history else { return };
     let work = async {
         let mut ticks = interval(TIME_INTERVAL);
@@ -308,11 +309,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut stop: watch::Receiver<bool>) {
             is_failing = done.is_err();
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
     if shared.members.is_leader() {
         // Otherwise the next start finds a gap. The last writes are recorded when the history is closed.
         let head = shared.index.read().head();

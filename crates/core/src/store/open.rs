@@ -180,7 +180,13 @@ impl Store {
 }
 
 impl Shared {
-    fn new(log: Arc<dyn Log>, meta: &Meta, index: TreeIndex, steps: Arc<Steps>, settings: &Settings) -> Self {
+    pub(super) fn new(
+        log: Arc<dyn Log>,
+        meta: &Meta,
+        index: TreeIndex,
+        steps: Arc<Steps>,
+        settings: &Settings,
+    ) -> Self {
         let client_urls = settings.client_urls.clone();
         let own = Member { id: meta.member_id, name: settings.name.clone(), client_urls };
         let metrics = Arc::clone(&settings.metrics);

@@ -12,7 +12,7 @@ use tokio::{
 };
 use tracing::{error, info, warn};
 
-use super::{queue::WriteQueue, shared::Shared, write_request::Request};
+use super::{queue::WriteQueue, shared::Shared, tasks::until_stopped, write_request::Request};
 use crate::{
     auth::Caller,
     log::{Alarm, AlarmChange, AlarmKind, Cause, Error, Log, Result},
@@ -64,7 +64,7 @@ impl PageCheck {
 
     /// Finishes the check while the store is served, and waits for damage that a later statement finds. Damage raises the
     /// alarm CORRUPT, as in etcd: reads go on, and writes are refused.
-    pub(super) async fn watch(self, shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
+    pub(super) async fn watch(self, shared: Arc<Shared>, queue: WriteQueue, stop: watch::Receiver<bool>) {
         let work = async {
             let damage = tokio::select! {
                 damage = shared.log.damaged() => damage,
@@ -78,11 +78,7 @@ impl PageCheck {
                 sleep(RETRY_PAUSE).await;
             }
         };
-        tokio::select! {
-            biased;
-            () = work => {}
-            _ = stop.wait_for(|stop| *stop) => {}
-        }
+        until_stopped(stop, work).await;
     }
 
     /// Completes if the check finds damage.

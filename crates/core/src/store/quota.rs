@@ -18,6 +18,7 @@ use super::{
     queue::WriteQueue,
     request::{Op, TxnRequest},
     shared::Shared,
+    tasks::until_stopped,
     write_request::Request,
 };
 use crate::auth::Caller;
@@ -123,7 +124,7 @@ fn needs_space(request: &Request) -> bool {
 }
 
 /// Measures the used space and raises or clears the alarm.
-pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, stop: watch::Receiver<bool>) {
     let work = async {
         loop {
             let space = &shared.space;
@@ -145,11 +146,7 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, mut stop: watch:
             }
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
 }
 
 /// Returns the change of alarms that the current size requires.

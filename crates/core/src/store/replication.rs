@@ -7,7 +7,7 @@ use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
     sync::{AtomicBool, AtomicI64, Mutex},
-    types::{Change, ChangeKind, EncodedKv},
+    types::{Change, EncodedKv},
 };
 
 /// Maximum number of applied changes kept for comparison with another server's log.
@@ -90,13 +90,5 @@ impl AppliedTail {
 }
 
 fn pair_bytes(change: &Change) -> usize {
-    pair(change).map_or(0, EncodedKv::len)
-}
-
-/// Returns the pair that a change wrote, or `None` for a delete.
-pub(super) fn pair(change: &Change) -> Option<&EncodedKv> {
-    match &change.kind {
-        ChangeKind::Put { kv, .. } => Some(kv),
-        ChangeKind::Delete => None,
-    }
+    change.kv().map_or(0, EncodedKv::len)
 }

@@ -15,6 +15,7 @@ use tracing::{info, warn};
 use super::{
     replay::{ReadProgress, Replayed, replay_onto},
     shared::Shared,
+    tasks::until_stopped,
 };
 use crate::{
     index::{SavedIndexLoader, TreeIndex},
@@ -178,7 +179,7 @@ fn changes(shared: &Shared) -> i64 {
 }
 
 /// Saves the index from time to time, and when the store stops.
-pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread, mut stop: watch::Receiver<bool>) {
+pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread, stop: watch::Receiver<bool>) {
     let work = async {
         let mut ticks = interval(INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -195,11 +196,7 @@ pub(super) async fn run(shared: Arc<Shared>, saving: Saving, mut unread: Unread,
             sleep(pause).await;
         }
     };
-    tokio::select! {
-        biased;
-        () = work => {}
-        _ = stop.wait_for(|stop| *stop) => {}
-    }
+    until_stopped(stop, work).await;
     match timeout(LAST_SAVE_MAX, save_if_due(&shared, saving, &mut unread, Pace::Fast)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => warn!(%error, "cannot save the index; the next start reads more of the log"),

@@ -48,7 +48,7 @@ const REUSE_FACTOR: u32 = 200;
 const KEPT_MAX: usize = 8;
 
 /// A number of pairs and their bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PairSizes {
     pub keys: u64,
     pub key_bytes: u64,
@@ -284,8 +284,8 @@ struct Largest {
     heap: BinaryHeap<Reverse<Ranked>>,
 }
 
-/// Bytes, name, kind, and the numbers of [`PairSizes`].
-type Ranked = (u64, Reverse<Vec<u8>>, ChildKind, [u64; 3]);
+/// Bytes, and the fields of [`Child`].
+type Ranked = (u64, Reverse<Vec<u8>>, ChildKind, PairSizes);
 
 impl Largest {
     fn new(max: usize) -> Self {
@@ -300,16 +300,11 @@ impl Largest {
             self.heap.pop();
         }
         let Child { name, kind, sizes } = child();
-        let sizes = [sizes.keys, sizes.key_bytes, sizes.value_bytes];
         self.heap.push(Reverse((bytes, Reverse(name), kind, sizes)));
     }
 
     fn finish(self) -> Vec<Child> {
-        let child = |Reverse((_, Reverse(name), kind, [keys, key_bytes, value_bytes])): Reverse<Ranked>| Child {
-            name,
-            kind,
-            sizes: PairSizes { keys, key_bytes, value_bytes },
-        };
+        let child = |Reverse((_, Reverse(name), kind, sizes)): Reverse<Ranked>| Child { name, kind, sizes };
         self.heap.into_sorted_vec().into_iter().map(child).collect()
     }
 }

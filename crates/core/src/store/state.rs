@@ -36,10 +36,7 @@ impl Store {
         let (state, shared) = (&self.metrics().state, &self.shared);
         {
             let index = shared.index.read();
-            let head = index.head().0;
-            state.revision.set(head);
-            state.applied.set(head);
-            state.committed.set(head);
+            state.revision.set(index.head().0);
             state.compact_revision.set(index.compact_revision().map_or(-1, |revision| revision.0));
             state.keys.set(as_gauge(index.live()));
         }
@@ -91,10 +88,8 @@ impl Store {
         let own_id = format!("{own:x}");
         let others: Vec<String> =
             live.iter().filter(|member| member.id != own).map(|member| format!("{:x}", member.id)).collect();
-        for peers in [&state.known_peers, &state.active_peers] {
-            peers.reset();
-            others.iter().for_each(|other| peers.with_label_values(&[&own_id, other]).set(1));
-        }
+        state.known_peers.reset();
+        others.iter().for_each(|other| state.known_peers.with_label_values(&[&own_id, other]).set(1));
         self.metrics().absent.set_peers(&others);
     }
 }

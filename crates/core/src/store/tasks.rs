@@ -2,7 +2,10 @@
 
 use std::{cell::Cell, pin::Pin};
 
-use tokio::{sync::oneshot, task::JoinHandle};
+use tokio::{
+    sync::{oneshot, watch},
+    task::JoinHandle,
+};
 
 use crate::supervise;
 
@@ -24,6 +27,15 @@ pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 
     match SPAWNER.get() {
         Some(spawn) => simulated(task, spawn),
         None => supervise::vital(name, task),
+    }
+}
+
+/// Completes with `work`, or drops it when `stop` becomes true.
+pub(super) async fn until_stopped(mut stop: watch::Receiver<bool>, work: impl Future<Output = ()>) {
+    tokio::select! {
+        biased;
+        () = work => {}
+        _ = stop.wait_for(|stop| *stop) => {}
     }
 }
 

@@ -59,6 +59,7 @@ pub struct Evaluation<'a> {
     pub index: &'a TreeIndex,
     pub leases: &'a lease::Table,
     pub cache: &'a ValueCache,
+    /// Counts the pairs that are made from the index, until they are dropped.
     pub memory: &'a ReadMemory,
     pub fetched: &'a Fetched,
     pub batch: &'a mut Batch,

@@ -3,7 +3,7 @@
 
 use quick_cache::{Weighter, sync::Cache};
 
-use crate::types::{Change, ChangeKind, EncodedKv, RowId};
+use crate::types::{Change, EncodedKv, RowId};
 
 /// Approximate overhead of an entry in bytes, in the cache and in the allocator.
 const ENTRY_BYTES: u64 = 96;
@@ -67,7 +67,7 @@ impl ValueCache {
         if let Some(prev) = &change.prev {
             self.0.remove(&prev.row);
         }
-        if let ChangeKind::Put { kv, .. } = &change.kind {
+        if let Some(kv) = change.kv() {
             self.0.insert(change.row, kv.clone());
         }
     }

@@ -186,6 +186,8 @@ impl Writer {
         let mut batch = Batch::new(expected.head);
         let mut served: Served = Vec::with_capacity(self.pending.len());
         let mut fetched = Fetched::new();
+        // Whether values were read for the next request, which has started and does not wait for memory again.
+        let mut has_started = false;
         let mut bytes = 0;
         while let Some(command) = self.pending.pop_front() {
             let is_full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
@@ -199,6 +201,10 @@ impl Writer {
                 served.push((command, Err(error)));
                 continue;
             }
+            if !std::mem::take(&mut has_started) && self.lacks_memory(&command.request) {
+                served.push((command, Err(Error::TooManyRequests)));
+                continue;
+            }
             match self.evaluate(&command, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
                     bytes += command.bytes.count;
@@ -206,7 +212,10 @@ impl Writer {
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
                 Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
-                    Ok(true) => self.pending.push_front(command),
+                    Ok(true) => {
+                        self.pending.push_front(command);
+                        has_started = true;
+                    }
                     Ok(false) => {
                         self.pending.push_front(command);
                         self.requeue(served);
@@ -274,10 +283,6 @@ impl Writer {
         match request {
             Request::Put(request) => evaluation.put(request).map(Outcome::Put),
             Request::Delete(request) => evaluation.delete(request).map(Outcome::Delete),
-            // As in `fetch`.
-            Request::Txn(request) if request.lists_keys() && !self.shared.read_memory.has_free_for_list() => {
-                Err(Error::TooManyRequests.into())
-            }
             Request::Txn(request) => evaluation.txn(request).map(Outcome::Txn),
             Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
             Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
@@ -297,6 +302,12 @@ impl Writer {
         }
     }
 
+    /// Returns whether a request may list keys and there is no memory for them. It is refused then: a write that waited for
+    /// memory would delay all others.
+    fn lacks_memory(&self, request: &Request) -> bool {
+        matches!(request, Request::Txn(txn) if txn.lists_keys()) && !self.shared.read_memory.has_free_for_list()
+    }
+
     /// Reads rows that an evaluation needs. Returns false if a row is missing and the log is no longer at `expected`:
     /// another instance may have compacted the row.
     async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
@@ -308,7 +319,7 @@ impl Writer {
             error!(?rows, "rows of live versions are missing from the log");
             return Err(Error::Corrupt);
         }
-        // A write that waited for memory would delay all others.
+        // As in `lacks_memory`.
         let memory = &self.shared.read_memory;
         let has_free = if rows.len() > FEW_ROWS_MAX { memory.has_free_for_list() } else { memory.has_free() };
         if !has_free {

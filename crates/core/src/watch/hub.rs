@@ -12,6 +12,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
+use slab::Slab;
 use tokio::sync::Semaphore;
 
 use self::members::Members;
@@ -47,9 +48,8 @@ struct State {
     head: Revision,
     compact_revision: Option<Revision>,
     ranges: Intervals<usize>,
-    /// Indexed by the number in `ranges`; `None` for a removed group.
-    groups: Vec<Option<RangeGroup>>,
-    free_groups: Vec<usize>,
+    /// By the number in `ranges`.
+    groups: Slab<RangeGroup>,
     /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Members>,
     /// Watches that read the log, by their outbox and id. Only [`Hub::survey`] uses it.
@@ -118,8 +118,7 @@ impl Hub {
                 head,
                 compact_revision,
                 ranges: Intervals::new(),
-                groups: Vec::new(),
-                free_groups: Vec::new(),
+                groups: Slab::new(),
                 future: BTreeMap::new(),
                 behind: BTreeMap::new(),
                 progress: Vec::new(),
@@ -130,7 +129,7 @@ impl Hub {
 
     /// Creates the outbox of a client's stream.
     pub fn outbox(&self) -> Outbox {
-        Outbox::counted(&self.pending)
+        Outbox::new(&self.pending)
     }
 
     /// Returns the newest published revision.
@@ -162,13 +161,12 @@ impl Hub {
         let next = state.head.next();
         state.compact_revision = state.compact_revision.max(compact_revision);
         let State { groups, behind, .. } = &mut *state;
-        for RangeGroup { range, flavors } in groups.drain(..).flatten() {
+        for RangeGroup { range, flavors } in groups.drain() {
             for member in flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
                 member.fall_behind(&range, next, behind);
             }
         }
         state.ranges = Intervals::new();
-        state.free_groups.clear();
         state.prev_kv_members = 0;
         state.publish(&[], head);
     }
@@ -297,21 +295,10 @@ impl State {
     /// Adds a synced watch.
     fn add(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         self.prev_kv_members += usize::from(spec.flavor.prev_kv);
-        let Self { ranges, groups, free_groups, .. } = self;
-        let group = *ranges.get_or_insert_with(&spec.range, || {
-            let group = Some(RangeGroup { range: spec.range.clone(), flavors: Vec::new() });
-            match free_groups.pop() {
-                Some(number) => {
-                    groups[number] = group;
-                    number
-                }
-                None => {
-                    groups.push(group);
-                    groups.len() - 1
-                }
-            }
-        });
-        let group = self.groups[group].as_mut().expect("every group number in `ranges` is in use");
+        let Self { ranges, groups, .. } = self;
+        let new_group = || groups.insert(RangeGroup { range: spec.range.clone(), flavors: Vec::new() });
+        let number = *ranges.get_or_insert_with(&spec.range, new_group);
+        let group = &mut groups[number];
         let member = Member::new(outbox, id, spec);
         match group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == spec.flavor) {
             Some(flavor_group) => flavor_group.members.push(member),
@@ -324,13 +311,13 @@ impl State {
     }
 
     fn member(&self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) -> Option<&Member> {
-        let group = self.groups[*self.ranges.get(range)?].as_ref().expect("every group number in `ranges` is in use");
+        let group = &self.groups[*self.ranges.get(range)?];
         group.flavors.iter().find(|flavor_group| flavor_group.flavor == flavor)?.members.get(outbox, id)
     }
 
     fn remove(&mut self, outbox: &Arc<Outbox>, id: WatchId, range: &KeyRange, flavor: Flavor) {
         let Some(number) = self.ranges.get(range).copied() else { return };
-        let group = self.groups[number].as_mut().expect("every group number in `ranges` is in use");
+        let group = &mut self.groups[number];
         if let Some(flavor_group) = group.flavors.iter_mut().find(|flavor_group| flavor_group.flavor == flavor)
             && flavor_group.members.remove(outbox, id)
         {
@@ -340,11 +327,10 @@ impl State {
     }
 
     fn drop_if_empty(&mut self, number: usize) {
-        let Some(group) = &self.groups[number] else { return };
+        let Some(group) = self.groups.get(number) else { return };
         if group.flavors.iter().all(|flavor_group| flavor_group.members.is_empty()) {
             self.ranges.remove(&group.range);
-            self.groups[number] = None;
-            self.free_groups.push(number);
+            self.groups.remove(number);
         }
     }
 
@@ -384,7 +370,7 @@ impl State {
     /// Sends changes to the watches of a group. Watches whose outbox is full leave the group.
     fn publish_to(&mut self, number: usize, changes: &[&Change], head: Revision) {
         let Self { groups, behind, .. } = self;
-        let RangeGroup { range, flavors } = groups[number].as_mut().expect("every group number in `ranges` is in use");
+        let RangeGroup { range, flavors } = &mut groups[number];
         for FlavorGroup { flavor, members, tail } in flavors {
             if members.is_empty() {
                 continue;
@@ -448,7 +434,7 @@ mod tests {
     #[test]
     fn stream_waits_for_progress_at_most_once() {
         let hub = Hub::new(Revision::EMPTY, None, Arc::default());
-        let outbox = Arc::new(Outbox::new());
+        let outbox = Arc::new(hub.outbox());
         for start in [9, 9, 8, 7] {
             assert!(!hub.progress(&outbox, Some(Revision(start))));
         }

@@ -41,7 +41,7 @@ pub struct Outbox {
     pub(super) notify: Notify,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
     queue: MessageQueue,
     reader: Option<Waker>,
@@ -61,14 +61,11 @@ impl Inner {
 }
 
 impl Outbox {
-    pub fn new() -> Self {
-        Self { inner: Mutex::default(), notify: Notify::new() }
-    }
-
     /// Creates an outbox whose waiting messages are counted in `pending`.
-    pub fn counted(pending: &Pending) -> Self {
-        let queue = MessageQueue::counted(pending);
-        Self { inner: Mutex::new(Inner { queue, ..Inner::default() }), notify: Notify::new() }
+    pub(super) fn new(pending: &Pending) -> Self {
+        let queue = MessageQueue::new(pending);
+        let inner = Inner { queue, reader: None, end: None, is_awaited: false, lagging: Vec::new() };
+        Self { inner: Mutex::new(inner), notify: Notify::new() }
     }
 
     /// Queues a message. This never fails, even if the outbox is full.
@@ -178,12 +175,6 @@ impl Outbox {
     }
 }
 
-impl Default for Outbox {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// Releases the lock, then wakes the connection.
 fn wake(mut inner: MutexGuard<'_, Inner>) {
     let reader = inner.reader.take();
@@ -220,7 +211,6 @@ impl Drop for Messages {
 #[cfg(test)]
 mod tests {
     use futures_util::{FutureExt as _, StreamExt as _};
-    use prometheus::IntGauge;
 
     use super::{
         super::{
@@ -239,7 +229,7 @@ mod tests {
     #[test]
     fn session_is_notified_of_capacity_only_if_it_waits_for_it() {
         for is_awaited in [true, false] {
-            let outbox = Arc::new(Outbox::new());
+            let outbox = Arc::new(Outbox::new(&Pending::unregistered()));
             count_accepted(&outbox);
             if is_awaited {
                 assert!(!outbox.has_capacity());
@@ -254,9 +244,9 @@ mod tests {
     fn stream_limit_is_lowered_while_memory_is_short() {
         let each = SLOT_BYTES + 50;
         for (others, want) in [(0, OUTBOX_BYTES_MAX), (ALL_BYTES_MAX / SLOT_BYTES + 1, SHORT_MEMORY_BYTES_MAX)] {
-            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
+            let pending = Pending::unregistered();
             pending.add_slots(others);
-            let outbox = Arc::new(Outbox::counted(&pending));
+            let outbox = Arc::new(Outbox::new(&pending));
             assert!(outbox.has_capacity());
             assert_eq!(count_accepted(&outbox), want.div_ceil(each), "{others} messages wait on other streams");
             assert!(!outbox.has_capacity());

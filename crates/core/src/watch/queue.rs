@@ -48,6 +48,11 @@ impl Pending {
     }
 
     #[cfg(test)]
+    pub(super) fn unregistered() -> Self {
+        Self::new(IntGauge::new("pending", "Waiting messages.").expect("a valid name"))
+    }
+
+    #[cfg(test)]
     pub(super) fn add_slots(&self, slots: usize) {
         self.slots.fetch_add(slots, Ordering::Relaxed);
     }
@@ -59,11 +64,11 @@ impl Pending {
 }
 
 /// The queue of one stream.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct MessageQueue {
     queue: VecDeque<Slot>,
     bytes: usize,
-    pending: Option<Pending>,
+    pending: Pending,
 }
 
 /// Maximum number of slots that [`MessageQueue::queued`] visits while the queue is locked.
@@ -107,8 +112,8 @@ impl Chunks {
 
 impl MessageQueue {
     /// Creates a queue whose contents are counted in `pending`.
-    pub fn counted(pending: &Pending) -> Self {
-        Self { queue: VecDeque::new(), bytes: 0, pending: Some(pending.clone()) }
+    pub fn new(pending: &Pending) -> Self {
+        Self { queue: VecDeque::new(), bytes: 0, pending: pending.clone() }
     }
 
     /// Returns the size in bytes. A chunk that several watches of the stream receive consecutively is counted once.
@@ -118,7 +123,7 @@ impl MessageQueue {
 
     /// Returns whether all streams together have reached the memory limit.
     pub fn is_memory_short(&self) -> bool {
-        self.pending.as_ref().is_some_and(Pending::is_limit_reached)
+        self.pending.is_limit_reached()
     }
 
     /// Adds a message. [`Self::push_chunk`] adds the events of a whole chunk.
@@ -140,7 +145,7 @@ impl MessageQueue {
             if before.id == id && before.last + 1 == *number && !before.is_counted {
                 before.last = *number;
                 self.bytes += len;
-                self.count(1);
+                self.pending.messages.inc();
                 return;
             }
             is_counted = before.last == *number;
@@ -171,17 +176,8 @@ impl MessageQueue {
     fn push_slot(&mut self, slot: Slot, cost: usize) {
         self.bytes += cost;
         self.queue.push_back(slot);
-        self.count(1);
-        if let Some(pending) = &self.pending {
-            pending.slots.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Changes the number of waiting messages by `difference`.
-    fn count(&self, difference: i64) {
-        if let Some(pending) = &self.pending {
-            pending.messages.add(difference);
-        }
+        self.pending.messages.inc();
+        self.pending.slots.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Removes the next message.
@@ -193,7 +189,7 @@ impl MessageQueue {
         let Some(Slot::Other(other)) = self.pop_slot() else { return None };
         let (message, cost) = *other;
         self.bytes -= cost;
-        self.count(-1);
+        self.pending.messages.dec();
         Some(message)
     }
 
@@ -217,26 +213,23 @@ impl MessageQueue {
             } else {
                 chunks.first += 1;
             }
-            self.count(-1);
+            self.pending.messages.dec();
         }
         Message::Events { id, revision, events, fragment: false }
     }
 
     fn pop_slot(&mut self) -> Option<Slot> {
         let popped = self.queue.pop_front()?;
-        if let Some(pending) = &self.pending {
-            pending.slots.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.pending.slots.fetch_sub(1, Ordering::Relaxed);
         Some(popped)
     }
 }
 
 impl Drop for MessageQueue {
     fn drop(&mut self) {
-        let Some(pending) = &self.pending else { return };
         let messages = self.queue.iter().map(|slot| if let Slot::Chunks(chunks) = slot { chunks.len() } else { 1 });
-        pending.messages.sub(i64::try_from(messages.sum::<usize>()).unwrap_or(i64::MAX));
-        pending.slots.fetch_sub(self.queue.len(), Ordering::Relaxed);
+        self.pending.messages.sub(i64::try_from(messages.sum::<usize>()).unwrap_or(i64::MAX));
+        self.pending.slots.fetch_sub(self.queue.len(), Ordering::Relaxed);
     }
 }
 
@@ -282,8 +275,8 @@ mod tests {
             (&[&[1], &[1, 0], &[1]], 3, 3, &[(1, 3, 2), (1, 3, 0), (1, 4, 1)]),
         ];
         for (sent, slots, counted, messages) in rows {
-            let pending = Pending::new(IntGauge::new("pending", "Waiting messages.").expect("a gauge"));
-            let mut queue = MessageQueue::counted(&pending);
+            let pending = Pending::unregistered();
+            let mut queue = MessageQueue::new(&pending);
             let (mut tail, mut kept) = (RunTail::default(), Vec::new());
             let mut pushed = 0;
             for (watches, revision) in sent.iter().zip(2..) {

@@ -18,7 +18,7 @@ use super::{
 use orlop_core::{
     auth::Caller,
     types::{Revision, WatchId},
-    watch::{Messages, Outbox},
+    watch::Messages,
 };
 
 /// Sends random requests one at a time.
@@ -52,7 +52,7 @@ pub(super) async fn watch(world: Rc<World>, place: usize) {
             sleep(millis(50, 500)).await;
             continue;
         };
-        let outbox = Arc::new(Outbox::new());
+        let outbox = Arc::new(store.hub().outbox());
         let messages = Messages::new(Arc::clone(&outbox));
         let (commands, received) = mpsc::unbounded_channel();
         let (alive, gone) = oneshot::channel();

@@ -21,7 +21,7 @@ use orlop_core::{
         Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease,
         Member, Meta, Page, PastRow, Position, Touch, WithPrev,
     },
-    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId},
+    types::{Change, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId},
 };
 
 /// Maximum time between two heartbeats that counts against leases. A longer time moves all deadlines by that time.
@@ -300,20 +300,13 @@ impl Database {
     }
 
     pub fn value(&self, row: RowId) -> Option<EncodedKv> {
-        match &self.rows.get(&row)?.kind {
-            ChangeKind::Put { kv, .. } => Some(kv.clone()),
-            ChangeKind::Delete => None,
-        }
+        self.rows.get(&row)?.kv().cloned()
     }
 
     /// Returns a row of the log as an archive keeps it.
     pub fn past_row(&self, row: RowId) -> Option<PastRow> {
         let change = self.rows.get(&row)?;
-        let kv = match &change.kind {
-            ChangeKind::Put { kv, .. } => Some(kv.clone()),
-            ChangeKind::Delete => None,
-        };
-        Some(PastRow { row, key: change.key.clone(), kv })
+        Some(PastRow { row, key: change.key.clone(), kv: change.kv().cloned() })
     }
 
     /// Deletes compacted rows. Returns false, without deleting, if the rows were found on another server, or if this

@@ -18,7 +18,8 @@ use super::{
 };
 use crate::{
     auth::{self, bind_params},
-    rows::{LogRow as _, RowColumns, SqlRange, describe},
+    error::describe,
+    rows::{LogRow as _, RowColumns, SqlRange},
 };
 use orlop_core::{
     log::{Append, Appended, Error, LeaseChange, Result},
@@ -149,6 +150,10 @@ async fn commit(
     } else {
         match with_longer_timeout(more_time, call(&mut *connection, append, run)).await {
             Ok(appended) => appended?,
+            // Such a batch has one request, which would be refused again.
+            Err(error) if (append.auth.is_some() || append.fact.is_some()) && is_final(&error) => {
+                return Err(Error::Refused(describe(&error)));
+            }
             // The transaction was not committed, so nothing was written.
             Err(error) if in_transaction => return Err(database.refusal(&error)),
             Err(error) => return Err(append_error(database, &error)),
@@ -176,6 +181,16 @@ fn append_error(database: &Database, error: &sqlx::Error) -> Error {
             || ["40001", "40P01", "57014"].contains(&code.as_str())
     });
     if refused { database.refusal(error) } else { Error::OutcomeUnknown(describe(error)) }
+}
+
+/// Returns whether the server refused the statement because of its data, the tables or the rights of the role. Nothing
+/// was written.
+fn is_final(error: &sqlx::Error) -> bool {
+    // Classes of SQLSTATE.
+    const FINAL: [&str; 6] = ["22", "23", "42", "54", "55", "P0"];
+    // A lock that was not granted in time.
+    const LOCK_NOT_AVAILABLE: &str = "55P03";
+    sqlstate(error).is_some_and(|code| FINAL.iter().any(|class| code.starts_with(class)) && code != LOCK_NOT_AVAILABLE)
 }
 
 /// Rows as one array per column.

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     archive::{self, Fill, archive_columns, visited_columns},
+    error::in_row,
     rows::{SqlRange, row_id},
 };
 
@@ -205,7 +206,7 @@ impl Archive for PostgresArchive {
     }
 
     async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
-        read!(self.database, connection => changes(connection, &wanted))?
+        read!(self.database, connection => changes(connection, &wanted))
     }
 
     async fn pairs_at(
@@ -214,7 +215,7 @@ impl Archive for PostgresArchive {
         after: Option<&Key>,
         at: Revision,
     ) -> Result<(Vec<(Key, EncodedKv)>, Option<Key>)> {
-        let page = read!(self.database, connection => pairs_at(connection, range, after, at))??;
+        let page = read!(self.database, connection => pairs_at(connection, range, after, at))?;
         Ok(archive::pairs(page))
     }
 }
@@ -230,7 +231,7 @@ impl FrozenArchive for PostgresView {
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
         let connection = &mut *self.connection.lock().await;
         let query = sqlx::query(ROWS).bind(from.revision.0).bind(i64::from(from.sub)).bind(ARCHIVE_PAGE_ROWS as i64);
-        self.limited(archive::archived_rows(query.fetch(connection))).await?
+        self.limited(archive::archived_rows(query.fetch(connection))).await
     }
 
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
@@ -266,7 +267,7 @@ async fn copy(connection: &mut PgConnection, rows: &[Superseded]) -> sqlx::Resul
 async fn changes(
     connection: &mut PgConnection,
     wanted: &ArchivedChanges<'_>,
-) -> sqlx::Result<Result<(Vec<PastRow>, Option<RowId>)>> {
+) -> sqlx::Result<(Vec<PastRow>, Option<RowId>)> {
     let range = SqlRange::of(wanted.range);
     let (from, mut to) = wanted.rows;
     let sql = match (wanted.range, wanted.order) {
@@ -284,10 +285,7 @@ async fn changes(
             .bind(ARCHIVE_VISITED_ROWS as i64 - 1)
             .fetch_optional(&mut *connection)
             .await?;
-        bound = match found.map(|(id, sub)| row_id(id, sub)).transpose() {
-            Ok(bound) => bound,
-            Err(error) => return Ok(Err(error)),
-        };
+        bound = found.map(|(id, sub)| row_id(id, sub)).transpose().map_err(in_row)?;
         to = bound.unwrap_or(to);
     }
     let query = sqlx::query(sql)
@@ -302,7 +300,7 @@ async fn changes(
         KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
     };
     let page = archive::page(query.fetch(connection), ARCHIVE_PAGE_ROWS).await?;
-    Ok(page.map(|page| archive::changes(page, bound)))
+    Ok(archive::changes(page, bound))
 }
 
 async fn pairs_at(
@@ -310,7 +308,7 @@ async fn pairs_at(
     range: &KeyRange,
     after: Option<&Key>,
     at: Revision,
-) -> sqlx::Result<Result<(Vec<PastRow>, Fill)>> {
+) -> sqlx::Result<(Vec<PastRow>, Fill)> {
     let bounds = SqlRange::of(range);
     let start = after.map_or(bounds.start.as_slice(), |after| after.as_slice());
     let sql = match (after.is_some_and(|after| after.len() < 256), bounds.unbounded) {

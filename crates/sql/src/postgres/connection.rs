@@ -19,8 +19,11 @@ use super::{
     pool::{Pool, Pooled},
     primary::{Found, Generation, Primary},
 };
-use crate::rows::{cannot_migrate, describe, foreign_table};
-use crate::{Durability, migrations};
+use crate::{
+    Durability,
+    error::{describe, of_row},
+    migrations::{self, cannot_migrate, foreign_table},
+};
 use orlop_core::log::{Connections, Error, Result};
 
 /// Maximum time for a host to answer a search in the background. It is short, because the search is repeated.
@@ -50,7 +53,7 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Connections may be unused for long: the server does not close them, and its keepalives prevent firewalls
 /// and load balancers from forgetting them. Large values are compressed with lz4 if the server has it and nobody has chosen
 /// otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
-const SESSION_SETTINGS: &str = "\
+pub(super) const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \
     SET lock_timeout = '5s'; \
@@ -105,8 +108,9 @@ impl Database {
         self.primary.generation()
     }
 
+    /// Returns the error of the log: that of a damaged row, or that the database is unavailable.
     pub(super) fn unavailable(&self, error: &sqlx::Error) -> Error {
-        Error::Unavailable(format!("{}: {}", self.name, describe(error)))
+        of_row(error).unwrap_or_else(|| Error::Unavailable(format!("{}: {}", self.name, describe(error))))
     }
 
     /// Returns the error of a write that the server refused.
@@ -166,11 +170,22 @@ impl Database {
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
         };
-        let connection = &mut found.connection;
-        self.refuse_shared_sessions(connection).await?;
-        const STATE: &str = "SELECT current_setting('fsync')::bool, current_schema()::text";
+        self.refuse_shared_sessions(&mut found.connection).await?;
+        Ok(found)
+    }
+
+    /// Refuses a database without a schema for the tables, and a new one that cannot store every name. Logs what causes
+    /// errors or a loss later. Returns false if the role lacks the rights of the owner of the tables.
+    async fn check_settings(&self, connection: &mut PgConnection) -> Result<bool> {
+        /// Whether commits are synced, the schema, the encoding; if there is a log, its owner and whether this role has
+        /// the owner's rights.
+        type State = (bool, Option<String>, String, Option<String>, Option<bool>);
+        const STATE: &str = "SELECT current_setting('fsync')::bool, current_schema()::text, \
+            current_setting('server_encoding'), pg_get_userbyid(c.relowner)::text, pg_has_role(c.relowner, 'USAGE') \
+            FROM (SELECT to_regclass('kv_log') AS log) l LEFT JOIN pg_class c ON c.oid = l.log";
         let state = with_timeout(sqlx::query_as(STATE).fetch_one(connection)).await;
-        let (syncs, schema): (bool, Option<String>) = state.map_err(|error| self.open_error("read", &error))?;
+        let (syncs, schema, encoding, owner, is_owner): State =
+            state.map_err(|error| self.open_error("read", &error))?;
         if schema.is_none() {
             return Err(Error::Open(format!(
                 "no schema in the search path of role {role} exists in database {name}; create one, for example with \
@@ -179,13 +194,36 @@ impl Database {
                 name = self.name,
             )));
         }
+        if !["UTF8", "SQL_ASCII"].contains(&encoding.as_str()) {
+            if owner.is_none() {
+                return Err(Error::Open(format!(
+                    "database {} has the encoding {encoding}; create it with ENCODING 'UTF8' TEMPLATE template0",
+                    self.name
+                )));
+            }
+            warn!(
+                database = self.name,
+                encoding,
+                "the encoding of the database lacks characters, and names that contain them are refused; move the \
+                 store to a database with ENCODING 'UTF8'"
+            );
+        }
+        if let (Some(owner), Some(false)) = (owner, is_owner) {
+            warn!(
+                database = self.name,
+                owner,
+                role = self.user,
+                "the role does not own the tables of Orlop: the next update will fail, and defragmentations may; use \
+                 REASSIGN OWNED, or ALTER ... OWNER TO for each table, view and function"
+            );
+        }
         if !syncs {
             warn!(
                 database = self.name,
                 "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes"
             );
         }
-        Ok(found)
+        Ok(is_owner != Some(false))
     }
 
     /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
@@ -229,6 +267,7 @@ impl Database {
 
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
         self.refuse_other_tables(connection).await?;
+        let is_owner = self.check_settings(connection).await?;
         let migrated = migrations::postgres().run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
@@ -237,7 +276,14 @@ impl Database {
                 None
             };
             let lacks_permission = refusal.as_deref() == Some("42501");
-            let hint = if lacks_permission {
+            let text = cannot_migrate(&self.name, &error);
+            let hint = if lacks_permission && !is_owner {
+                format!(
+                    "; another role owns the tables and functions of Orlop, for example because it restored them: use \
+                     REASSIGN OWNED BY ... TO {0}, or ALTER ... OWNER TO {0} for each",
+                    self.user
+                )
+            } else if lacks_permission {
                 format!(
                     "; the role {0} must be able to create tables and functions in its schema: create a schema for it \
                      (CREATE SCHEMA AUTHORIZATION {0}) or GRANT USAGE, CREATE ON SCHEMA ... TO {0}",
@@ -246,7 +292,7 @@ impl Database {
             } else {
                 String::new()
             };
-            Error::Open(cannot_migrate(&self.name, &error) + &hint)
+            Error::Open(text + &hint)
         })
     }
 
@@ -294,8 +340,8 @@ async fn set_up(connection: &mut PgConnection, durability: Durability) -> sqlx::
     Ok(())
 }
 
-/// Returns whether the server or sqlx refused the statement, so that retrying it does not help. It helps if the server
-/// is unreachable, overloaded, starting or shutting down.
+/// Returns whether the server or sqlx refused the statement, or a row is damaged, so that retrying it does not help. It
+/// helps if the server is unreachable, overloaded, starting or shutting down.
 pub(super) fn is_refusal(error: &sqlx::Error) -> bool {
     match sqlstate(error).as_deref() {
         // The classes of shutdown and startup, connection failures, and insufficient resources.

@@ -9,9 +9,13 @@
 
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+
 /// Maximum time to connect to one host, if the URL does not set it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const DEFAULT_PORT: u16 = 5432;
+/// Characters of a host that are encoded in a URL.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'-').remove(b'_');
 
 /// The order in which hosts are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +119,7 @@ impl Hosts {
         let user = user.map_or_else(String::new, |user| format!("{user}@"));
         // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user.
         let url = |host: &str, port: u16| {
-            format!("{scheme}://{user}host{path}?{passed}host={}&port={port}", percent_encode(host))
+            format!("{scheme}://{user}host{path}?{passed}host={}&port={port}", utf8_percent_encode(host, ENCODED))
         };
         let hosts = places.iter().map(|(host, port)| Host { name: name(host, *port), url: url(host, *port) }).collect();
         let passfile = own.passfile.filter(|_| !has_password).map(PathBuf::from);
@@ -254,26 +258,14 @@ fn parse_port(number: usize, text: &str) -> Result<u16, String> {
 
 /// Returns `None` if the text is not UTF-8 or an escape is not complete.
 fn percent_decode(text: &str) -> Option<String> {
-    let mut decoded = Vec::with_capacity(text.len());
-    let mut bytes = text.bytes();
-    while let Some(byte) = bytes.next() {
-        decoded.push(if byte == b'%' {
-            let (high, low) = (bytes.next()?, bytes.next()?);
-            let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-            digit(high)? * 16 + digit(low)?
-        } else {
-            byte
-        });
-    }
-    String::from_utf8(decoded).ok()
-}
-
-fn percent_encode(text: &str) -> String {
-    let encode = |byte: u8| match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'-' | b'_' => char::from(byte).to_string(),
-        _ => format!("%{byte:02X}"),
+    let is_complete = |escape: &str| {
+        let digits = escape.as_bytes().first_chunk::<2>();
+        digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
     };
-    text.bytes().map(encode).collect()
+    // The decoder would keep an incomplete escape as it is.
+    let are_complete = text.split('%').skip(1).all(is_complete);
+    let decoded = percent_decode_str(text).decode_utf8().ok().filter(|_| are_complete)?;
+    Some(decoded.into_owned())
 }
 
 #[cfg(test)]
@@ -389,6 +381,9 @@ mod tests {
             ("postgres://u:secret@a:0/db", "host 1 must be a number from 1 to 65535"),
             ("postgres://u:secret@a,b:x/db", "host 2 must be a number"),
             ("postgres://u:secret@[::1/db", "host 1 has a [ without a ]"),
+            ("postgres://u:secret@a,b%2/db", "host 2 is not UTF-8"),
+            ("postgres://u:secret@a%zz/db", "host 1 is not UTF-8"),
+            ("postgres://u:secret@a%ff/db", "host 1 is not UTF-8"),
             ("postgres://u:secret@a/db?hostaddr=b", "IP addresses"),
             // A password with an unescaped slash and without a host.
             ("postgres://u:secret/", "host 1 must be a number"),

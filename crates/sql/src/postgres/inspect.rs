@@ -11,7 +11,8 @@ use super::{
 };
 use crate::{
     archive::stored_archived_row,
-    rows::{corrupt, merge, stored_row},
+    error::corrupt,
+    rows::{merge, stored_row},
 };
 use orlop_core::log::{
     ARCHIVE_PAGE_ROWS, Depth, Error, Facts, Inspect, Result, StoredArchive, StoredArchivedRow, StoredLease,

@@ -23,7 +23,7 @@ use tokio::{
 };
 use tracing::{debug, info};
 
-use super::connection::{Database, with_timeout, within};
+use super::connection::{Database, SESSION_SETTINGS, with_timeout, within};
 use orlop_core::{supervise::vital, types::Revision};
 
 /// Pause before listening again after a failure.
@@ -112,7 +112,8 @@ async fn run(database: Database, channel: String, sender: watch::Sender<Revision
 
 /// Listens until the connection fails or another server has become the primary.
 ///
-/// sqlx's listener opens its connection itself, so the primary is found by another connection before.
+/// sqlx's listener opens its connection itself, so the primary is found by another connection before, and the session
+/// is set up here.
 async fn listen(
     database: &Database,
     channel: &str,
@@ -130,6 +131,7 @@ async fn listen(
     let listening = Box::pin(async {
         let mut listener = with_timeout(PgListener::connect_with(&pool)).await?;
         listener.eager_reconnect(false);
+        with_timeout(sqlx::raw_sql(SESSION_SETTINGS).execute(&mut listener)).await?;
         with_timeout(listener.listen(channel)).await?;
         // The server may lack a revision of which another one notified.
         sender.send_replace(Revision(0));

@@ -1,5 +1,7 @@
 //! Fills an empty database from a snapshot.
 
+use std::io::ErrorKind;
+
 use async_trait::async_trait;
 use sqlx::{Connection as _, PgConnection};
 
@@ -11,6 +13,7 @@ use crate::{
     Durability,
     archive::counted_bytes,
     auth::{self, bind_params},
+    error::describe,
 };
 use orlop_core::{
     auth::AuthState,
@@ -24,6 +27,9 @@ use orlop_core::{
 /// One transaction without timeouts of statements and locks. Appends of other instances wait for it.
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
+/// Follows the error of a transaction that has not begun in time.
+const LOCK_MAY_BE_HELD: &str =
+    "; another restore, import or server may hold the lock that writes need (pg_stat_activity shows it)";
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
     OR EXISTS (SELECT 1 FROM lease) OR EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
 const LIVE_MEMBER: &str = "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
@@ -81,7 +87,7 @@ impl PostgresLoader {
         let mut connection = database.connect_first().await?.connection;
         database.migrate(&mut connection).await?;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);
-        with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
+        begin(&database, &mut connection).await?;
         if with_timeout(sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection)).await.map_err(failed)? {
             return Err(Error::Open(format!(
                 "database {} already contains a log; use an empty database or schema",
@@ -103,7 +109,7 @@ impl PostgresLoader {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut connection = database.connect_first().await?.connection;
         let failed = |error: sqlx::Error| database.open_error("write to", &error);
-        with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await.map_err(failed)?;
+        begin(&database, &mut connection).await?;
         let recorded = sqlx::query_scalar::<_, i64>("SELECT value FROM meta WHERE name = $1").bind(MIGRATION_SOURCE);
         let recorded = with_timeout(recorded.fetch_optional(&mut connection)).await.map_err(failed)?;
         if recorded != Some(source.cast_signed()) {
@@ -223,6 +229,16 @@ impl PostgresLoader {
         }
         sqlx::raw_sql(NEW_CLUSTER).execute(&mut self.connection).await.map(drop)
     }
+}
+
+/// Begins the transaction and takes the lock.
+async fn begin(database: &Database, connection: &mut PgConnection) -> Result<()> {
+    let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(connection)).await;
+    begun.map(drop).map_err(|error| {
+        let is_late = matches!(&error, sqlx::Error::Io(error) if error.kind() == ErrorKind::TimedOut);
+        let why = if is_late { LOCK_MAY_BE_HELD } else { "" };
+        Error::Open(format!("cannot write to database {}: {}{why}", database.name(), describe(&error)))
+    })
 }
 
 #[async_trait]

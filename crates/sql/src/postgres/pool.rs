@@ -7,10 +7,11 @@
 
 use std::{
     ops::{Deref, DerefMut},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use sqlx::{Connection as _, PgConnection};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -60,20 +61,20 @@ impl Pool {
 
     /// Takes an unused connection of the generation. Closes those of earlier ones.
     pub(super) fn take_idle(&self, generation: Generation) -> Option<PgConnection> {
-        let mut idle = self.idle();
+        let mut idle = self.idle.lock();
         idle.retain(|it| it.generation >= generation && it.since.elapsed() < IDLE_MAX);
         idle.pop().map(|it| it.connection)
     }
 
     pub(super) fn connections(&self) -> Connections {
-        let idle = self.idle().len();
+        let idle = self.idle.lock().len();
         let used = self.connections_max.saturating_sub(self.permits.available_permits());
         connections(u32::try_from(used + idle).unwrap_or(u32::MAX), idle)
     }
 
     pub(super) async fn close(&self) {
         self.permits.close();
-        let idle = std::mem::take(&mut *self.idle());
+        let idle = std::mem::take(&mut *self.idle.lock());
         for it in idle {
             // A closing handshake may fail if the server is gone.
             let _ = it.connection.close().await;
@@ -82,12 +83,8 @@ impl Pool {
 
     fn put_back(&self, connection: PgConnection, generation: Generation) {
         if !self.permits.is_closed() {
-            self.idle().push(Idle { connection, generation, since: Instant::now() });
+            self.idle.lock().push(Idle { connection, generation, since: Instant::now() });
         }
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Vec<Idle>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -18,11 +18,11 @@ use std::{
     hash::{BuildHasher as _, RandomState},
     io,
     str::FromStr as _,
-    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use parking_lot::Mutex;
 use sqlx::{ConnectOptions as _, PgConnection, Row as _, postgres::PgConnectOptions};
 use tokio::{
     sync::watch,
@@ -35,7 +35,7 @@ use super::{
     hosts::{Environment, Host, HostOrder, Hosts},
     passfile,
 };
-use crate::rows::describe;
+use crate::error::describe;
 use orlop_core::log::{Error, Result};
 
 /// Time for the previous host to answer before the others are asked too.
@@ -161,7 +161,7 @@ impl Primary {
     /// The error of the host, or the errors of all.
     pub(super) async fn connect(&self) -> sqlx::Result<Found> {
         let limit = self.hosts.connect_timeout;
-        let Some(last) = self.known().last else { return self.survey(limit).await };
+        let Some(last) = self.known.lock().last else { return self.survey(limit).await };
         let mut answers = Vec::new();
         let mut attempts = FuturesUnordered::new();
         attempts.push(self.attempt(last.host, limit));
@@ -212,7 +212,7 @@ impl Primary {
                 Err(error) => errors.push((host, error)),
             }
         }
-        let (order, last) = (self.order(), self.known().last);
+        let (order, last) = (self.order(), self.known.lock().last);
         let place = |host: usize| {
             let is_last = last.is_some_and(|last| last.host == host);
             (!is_last, order.iter().position(|it| *it == host))
@@ -232,7 +232,7 @@ impl Primary {
     fn accept(&self, candidate: Candidate) -> std::result::Result<Found, Refusal> {
         let Candidate { host, connection, options, timeline, run, system } = candidate;
         let name = &self.host(host).name;
-        let mut known = self.known();
+        let mut known = self.known.lock();
         if let Some(refusal) = refusal((&known.system, known.highest), (&system, timeline)) {
             let text = format!("{name}: {refusal}");
             if known.refusal != text {
@@ -338,10 +338,6 @@ impl Primary {
 
     fn host(&self, host: usize) -> &Host {
         &self.hosts.hosts[host]
-    }
-
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

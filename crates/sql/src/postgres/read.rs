@@ -6,33 +6,36 @@ use futures_util::TryStreamExt as _;
 use sqlx::PgConnection;
 
 use crate::auth::{self, AuthRow};
+use crate::error::in_row;
 use crate::rows::{
-    self, LogRow as _, MetaRow, NEXT_ID, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow,
-    REPLAY_ROWS_MAX, RowColumns, SqlRange, VALUES_ROWS_MAX, merge,
+    self, LogRow, MetaRow, NEXT_ID, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow, REPLAY_ROWS_MAX,
+    RowColumns, SqlRange, merge, row_id,
 };
 use orlop_core::{
     auth::AuthState,
     log::{Meta, Page, Result, WithPrev},
-    types::{Change, EncodedKv, KeyRange, Revision, RowId},
+    types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
 /// Budget units of a row in addition to those of its bytes, see [`rows::consume_budget_for`].
 const ROW_UNITS: usize = 4;
+/// Maximum number of rows in one statement of [`orlop_core::log::Log::values`]: it keeps reads short.
+const VALUES_ROWS_MAX: usize = 2_000;
 
 /// Implements [`orlop_core::log::History::meta`], except for the member ID.
-pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Result<Meta>> {
+pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
         UNION ALL SELECT 'lease', '', id, ttl, 0, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
     let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await?;
-    Ok(rows::meta(&rows))
+    rows::meta(&rows).map_err(in_row)
 }
 
 /// Implements [`orlop_core::log::History::auth`].
-pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<Result<AuthState>> {
+pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<AuthState> {
     let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await?;
-    Ok(auth::state(rows))
+    auth::state(rows).map_err(in_row)
 }
 
 /// Returns how many rows of each table are read at a time, from a row on.
@@ -47,7 +50,7 @@ pub(super) async fn replay_rows(connection: &mut PgConnection, (id, sub): (i64, 
 }
 
 /// Returns changes from a row on, as many as are read at a time, without values. Empty: there are no more.
-pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> sqlx::Result<Result<Vec<Change>>> {
+pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> sqlx::Result<Vec<Change>> {
     const FIRST: &str = "SELECT id, 0::bigint, key, NULL::bytea, lease, version, create_revision, prev_revision, \
         deleted::int::bigint FROM kv_log WHERE id >= $1 + ($2 > 0)::int ORDER BY id LIMIT $3";
     const MORE: &str = "SELECT id, sub, key, NULL::bytea, lease, version, create_revision, prev_revision, \
@@ -58,21 +61,15 @@ pub(super) async fn replay_page(connection: &mut PgConnection, from: RowId) -> s
     for (sql, changes) in [FIRST, MORE].into_iter().zip(&mut tables) {
         let mut rows = sqlx::query(sql).bind(id).bind(sub).bind(rows_max as i64).fetch(&mut *connection);
         while let Some(row) = rows.try_next().await? {
-            match RowColumns::read(&row, 0) {
-                Ok(columns) => changes.push(columns.into_change(None)),
-                Err(error) => return Ok(Err(error)),
-            }
+            changes.push(RowColumns::read(&row, 0).map_err(in_row)?.into_change(None));
         }
     }
     let [first, more] = tables;
-    Ok(Ok(merge(first, more, rows_max, |change: &Change| change.row)))
+    Ok(merge(first, more, rows_max, |change: &Change| change.row))
 }
 
 /// Implements [`orlop_core::log::Log::values`].
-pub(super) async fn values(
-    connection: &mut PgConnection,
-    rows: &[RowId],
-) -> sqlx::Result<Result<Vec<(RowId, EncodedKv)>>> {
+pub(super) async fn values(connection: &mut PgConnection, rows: &[RowId]) -> sqlx::Result<Vec<(RowId, EncodedKv)>> {
     const FIRST: &str = "SELECT id, 0::bigint, key, value, lease, version, create_revision \
         FROM kv_log WHERE id = ANY ($1) AND NOT deleted";
     const MORE: &str = "SELECT id, sub, key, value, lease, version, create_revision \
@@ -91,10 +88,7 @@ pub(super) async fn values(
         for query in queries.into_iter().flatten() {
             let mut fetched = query.fetch(&mut *connection);
             while let Some(row) = fetched.try_next().await? {
-                let (row, kv) = match rows::pair(&row) {
-                    Ok(pair) => pair,
-                    Err(error) => return Ok(Err(error)),
-                };
+                let (row, kv) = pair(&row).map_err(in_row)?;
                 // If all rows are in memory, nothing else in this loop yields to other tasks.
                 rows::consume_budget_for(ROW_UNITS, kv.len()).await;
                 unordered.insert(row, kv);
@@ -102,7 +96,14 @@ pub(super) async fn values(
         }
         found.extend(chunk.iter().filter_map(|row| unordered.remove_entry(row)));
     }
-    Ok(Ok(found))
+    Ok(found)
+}
+
+/// Reads the pair of a put from `id, sub, key, value, lease, version, create_revision`.
+fn pair(row: &impl LogRow) -> Result<(RowId, EncodedKv)> {
+    let id = row_id(row.int(0)?, row.int(1)?)?;
+    let version = Version { row: id, create_revision: Revision(row.int(6)?), version: row.int(5)? };
+    Ok((id, EncodedKv::new(row.slice(2)?, version, row.slice(3)?, LeaseId::from_wire(row.int(4)?))))
 }
 
 /// Implements [`orlop_core::log::Log::value_lengths`]. `octet_length` does not read a value that is stored outside of
@@ -197,7 +198,7 @@ pub(super) async fn changes(
     to: Revision,
     range: &KeyRange,
     prev: WithPrev,
-) -> sqlx::Result<Result<Page>> {
+) -> sqlx::Result<Page> {
     let end = to.0.min(from.0.saturating_add(PAGE_IDS_MAX - 1));
     let range = SqlRange::of(range);
     let mut info = PageInfo::default();
@@ -205,20 +206,14 @@ pub(super) async fn changes(
         WithPrev::No => without_prev!(first_sql),
         WithPrev::Yes => with_prev!(first_sql),
     };
-    let first = match info.rows(connection, sql, (from.0, end), &range, prev).await? {
-        Ok(first) => first,
-        Err(error) => return Ok(Err(error)),
-    };
+    let first = info.rows(connection, sql, (from.0, end), &range, prev).await?;
     let mut page = PageBuilder::new(first, end);
     if info.has_more {
         let sql = match prev {
             WithPrev::No => without_prev!(more_sql),
             WithPrev::Yes => with_prev!(more_sql),
         };
-        let more = match info.rows(connection, sql, (from.0, page.to()), &range, prev).await? {
-            Ok(more) => more,
-            Err(error) => return Ok(Err(error)),
-        };
+        let more = info.rows(connection, sql, (from.0, page.to()), &range, prev).await?;
         if more.is_empty() {
             // The rows may have been purged since the first statement. No row says so.
             let purged = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'purged_revision'");
@@ -230,7 +225,7 @@ pub(super) async fn changes(
     if let Some(end) = page.empty_below(to) {
         page.skip_to(sqlx::query_scalar(NEXT_ID).bind(end).fetch_one(connection).await?, to);
     }
-    Ok(Ok(page.finish(Some(info.purged))))
+    Ok(page.finish(Some(info.purged)))
 }
 
 /// The columns that describe the whole page.
@@ -254,7 +249,7 @@ impl PageInfo {
         (from, to): (i64, i64),
         range: &SqlRange,
         prev: WithPrev,
-    ) -> sqlx::Result<Result<Vec<PageRow>>> {
+    ) -> sqlx::Result<Vec<PageRow>> {
         let mut fetched = sqlx::query(sql)
             .bind(from)
             .bind(to)
@@ -266,11 +261,9 @@ impl PageInfo {
             .fetch(connection);
         let mut rows = Vec::new();
         while let Some(row) = fetched.try_next().await? {
-            if let Err(error) = self.take(&row, prev, &mut rows) {
-                return Ok(Err(error));
-            }
+            self.take(&row, prev, &mut rows).map_err(in_row)?;
         }
-        Ok(Ok(rows))
+        Ok(rows)
     }
 
     fn take(&mut self, row: &sqlx::postgres::PgRow, prev: WithPrev, rows: &mut Vec<PageRow>) -> Result<()> {

@@ -3,11 +3,9 @@
 //! Only settings that any role can read are used. `pg_stat_replication` shows an ordinary role the number of its rows,
 //! which includes logical subscribers and running base backups, but not their state.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use sqlx::PgConnection;
 use tokio::time::Instant;
 use tracing::{info, warn};
@@ -42,7 +40,7 @@ pub(super) struct Monitor {
 impl Monitor {
     /// Reports the state in metrics from now on.
     pub(super) fn report_to(&mut self, metrics: Arc<Metrics>) {
-        let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = *self.last.lock();
         if let Some((state, _)) = last {
             set_gauges(&metrics, state);
         }
@@ -51,7 +49,7 @@ impl Monitor {
 
     /// Returns whether it is time for another check.
     pub(super) fn is_due(&self) -> bool {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.last.lock();
         last.is_none_or(|(_, checked)| checked.elapsed() >= INTERVAL)
     }
 
@@ -59,7 +57,7 @@ impl Monitor {
         if let Some(metrics) = &self.metrics {
             set_gauges(metrics, state);
         }
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock();
         let is_known = last.is_some_and(|(last, _)| last.promise() == state.promise());
         *last = Some((state, Instant::now()));
         if !is_known {

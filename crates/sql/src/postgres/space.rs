@@ -9,7 +9,7 @@ use super::{
     connection::{Database, read, with_timeout},
     primary::Found,
 };
-use orlop_core::log::Result;
+use orlop_core::log::{Error, Result};
 
 const TOTAL: &str = "SELECT pg_total_relation_size('kv_log') + pg_total_relation_size('kv_log_more') \
     + pg_total_relation_size('lease') + pg_total_relation_size('meta')";
@@ -31,6 +31,15 @@ const IN_USE: &str = "SELECT ( \
         greatest(1.0, pg_relation_size('kv_log_more') / sample.bytes) AS more \
         FROM (SELECT $1 * current_setting('block_size')::numeric AS bytes) sample) samples";
 
+/// A table that the role may not vacuum, its owner, and the role. Postgres skips such a table with a warning.
+const NOT_PERMITTED: &str = "SELECT c.relname::text, pg_get_userbyid(c.relowner)::text, current_user::text \
+    FROM pg_class c JOIN pg_database d ON d.datname = current_database() \
+    WHERE c.oid IN ('kv_log'::regclass, 'kv_log_more'::regclass, 'lease'::regclass, 'meta'::regclass, \
+            'saved_index'::regclass) \
+        AND NOT pg_has_role(c.relowner, 'USAGE') AND NOT pg_has_role(d.datdba, 'USAGE') \
+        AND CASE WHEN current_setting('server_version_num')::int >= 170000 \
+            THEN NOT has_table_privilege(c.oid, 'MAINTAIN') ELSE true END \
+    LIMIT 1";
 const HAS_ENDED: &str = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active')";
 /// Pause between two checks of a vacuum.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -46,15 +55,27 @@ pub(super) async fn in_use(connection: &mut PgConnection) -> sqlx::Result<i64> {
 
 /// Makes the space of deleted rows reusable and returns free pages at the end of a table to the file system. Writes
 /// continue concurrently.
+///
+/// # Errors
+///
+/// [`Error::Refused`] if the role may not vacuum a table.
 pub(super) async fn vacuum(database: &Database) -> Result<()> {
     let unavailable = |error| database.unavailable(&error);
     // A separate connection, because a vacuum takes time in proportion to the size of the tables.
     let Found { mut connection, generation, .. } = database.find().await.map_err(unavailable)?;
     let set_up = async {
         sqlx::raw_sql("SET statement_timeout = 0").execute(&mut connection).await?;
-        sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut connection).await
+        let process: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut connection).await?;
+        let refused: Option<(String, String, String)> =
+            sqlx::query_as(NOT_PERMITTED).fetch_optional(&mut connection).await?;
+        Ok((process, refused))
     };
-    let process = with_timeout(set_up).await.map_err(unavailable)?;
+    let (process, refused) = with_timeout(set_up).await.map_err(unavailable)?;
+    if let Some((table, owner, role)) = refused {
+        return Err(Error::Refused(format!(
+            "the role {role} may not vacuum the table {table}, whose owner is {owner}"
+        )));
+    }
     let vacuum = sqlx::query("VACUUM kv_log, kv_log_more, lease, meta, saved_index").execute(&mut connection);
     let vacuum = tokio::select! {
         vacuum = database.unless_superseded(generation, vacuum) => vacuum.map(drop),

@@ -11,7 +11,10 @@ use super::{
     primary::{Found, Generation},
     read,
 };
-use crate::{Durability, auth, migrations, rows::check_schema};
+use crate::{
+    Durability, auth,
+    migrations::{self, check_schema},
+};
 use orlop_core::{
     auth::AuthState,
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
@@ -84,7 +87,7 @@ impl PostgresView {
 #[async_trait]
 impl History for PostgresView {
     async fn meta(&self) -> Result<Meta> {
-        let meta = self.limited(read::meta(&mut *self.connection.lock().await)).await??;
+        let meta = self.limited(read::meta(&mut *self.connection.lock().await)).await?;
         Ok(Meta { member_id: self.member_id, ..meta })
     }
 
@@ -92,7 +95,7 @@ impl History for PostgresView {
         if self.schema < auth::SCHEMA {
             return Ok(AuthState::default());
         }
-        self.limited(read::auth(&mut *self.connection.lock().await)).await?
+        self.limited(read::auth(&mut *self.connection.lock().await)).await
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
@@ -100,7 +103,7 @@ impl History for PostgresView {
         let connection = &mut *self.connection.lock().await;
         let mut next = RowId::new(from, 0);
         loop {
-            let changes = self.limited(read::replay_page(connection, next)).await??;
+            let changes = self.limited(read::replay_page(connection, next)).await?;
             let Some(last) = changes.last() else { return Ok(meta) };
             next = RowId::new(last.row.revision, last.row.sub + 1);
             visit(&meta, changes)?;
@@ -108,6 +111,6 @@ impl History for PostgresView {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        self.limited(read::changes(&mut *self.connection.lock().await, from, to, range, prev)).await?
+        self.limited(read::changes(&mut *self.connection.lock().await, from, to, range, prev)).await
     }
 }

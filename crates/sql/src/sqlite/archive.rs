@@ -10,13 +10,11 @@ mod load;
 mod sql;
 mod writer;
 
-use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use orlop_core::{
+    clock,
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
         ArchivedChanges, Error, FrozenArchive, History, Log, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
@@ -45,7 +43,8 @@ use super::{
 };
 use crate::{
     archive::{self, archive_columns, visited_columns},
-    rows::{LogRow as _, SqlRange, row_id, unavailable},
+    error::unavailable,
+    rows::{LogRow as _, SqlRange, row_id},
 };
 
 /// Number of rows that are in memory at a time while they are copied.
@@ -95,9 +94,8 @@ impl SqliteArchive {
         for table in ["kv_log", "kv_log_more"] {
             let is_first = table == "kv_log";
             let wanted = rows.iter().filter(|it| (it.row.sub == 0) == is_first);
-            let list: Vec<String> =
-                wanted.map(|it| format!("[{},{},{}]", it.row.revision.0, it.row.sub, it.end.0)).collect();
-            let Some(list) = json_list(list.into_iter()) else { continue };
+            let list = json_list(wanted.map(|it| format!("[{},{},{}]", it.row.revision.0, it.row.sub, it.end.0)));
+            let Some(list) = list else { continue };
             let condition = if is_first { "" } else { " AND l.sub = w.value ->> 1" };
             let sql = format!(
                 "SELECT w.value ->> 0, w.value ->> 1, w.value ->> 2, {COLUMNS_OF_LOG} FROM json_each(?) w \
@@ -358,7 +356,7 @@ impl Archive for SqliteArchive {
             KeyRange::Single(_) => query,
             KeyRange::Span { .. } => query.bind(range.unbounded).bind(&range.end),
         };
-        let page = archive::page(query.fetch(&readers), ARCHIVE_PAGE_ROWS).await.map_err(unavailable)??;
+        let page = archive::page(query.fetch(&readers), ARCHIVE_PAGE_ROWS).await.map_err(unavailable)?;
         Ok(archive::changes(page, bound))
     }
 
@@ -378,7 +376,7 @@ impl Archive for SqliteArchive {
         };
         let query = sqlx::query(sql).bind(start).bind(at.0).bind(ARCHIVE_PAGE_KEYS as i64);
         let query = if bounds.unbounded { query } else { query.bind(&bounds.end) };
-        let page = archive::page(query.fetch(&self.readers()?), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)??;
+        let page = archive::page(query.fetch(&self.readers()?), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)?;
         Ok(archive::pairs(page))
     }
 }
@@ -387,8 +385,6 @@ fn moment((id, unix_ms): (i64, i64)) -> Moment {
     Moment { revision: Revision(id), unix_ms }
 }
 
-#[expect(clippy::disallowed_methods, reason = "times are recorded for people")]
 fn now_ms() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
+    clock::unix_ms(clock::now())
 }

@@ -33,7 +33,7 @@ use super::writer::Writer;
 use crate::Durability;
 use orlop_core::{
     supervise::{disk_failed, vital},
-    types::{Change, ChangeKind},
+    types::{Change, EncodedKv},
 };
 
 /// Approximate number of bytes written to the WAL between two checkpoints. A commit waits while the disk syncs these
@@ -90,13 +90,7 @@ impl Checkpointer {
     }
 
     pub(super) fn appended(&self, changes: &[Change]) {
-        let bytes = changes.iter().map(|change| {
-            let pair = match &change.kind {
-                ChangeKind::Put { kv, .. } => kv.len(),
-                ChangeKind::Delete => change.key.len(),
-            };
-            ROW_BYTES + pair
-        });
+        let bytes = changes.iter().map(|change| ROW_BYTES + change.kv().map_or(change.key.len(), EncodedKv::len));
         self.add(COMMIT_BYTES + bytes.sum::<usize>());
     }
 

@@ -13,7 +13,7 @@ use super::{
     result_code::{CODE_CORRUPT, CODE_NOT_A_DATABASE, ResultCode, has_code},
     wal,
 };
-use crate::rows::unavailable;
+use crate::error::unavailable;
 
 /// Pages that are checked between two looks at [`Stop`].
 const PAGES_AT_ONCE: i32 = 100;

@@ -21,6 +21,7 @@ use super::{
 use crate::{auth, migrations};
 use orlop_core::{
     auth::AuthState,
+    files::rename_durably,
     log::{Appended, ArchivePart, Error, FactChange, Load, LoggedLease, Meta, Result},
     private,
     types::{Change, Revision},
@@ -118,7 +119,7 @@ impl Complete {
     /// Gives the file its name.
     fn publish(self) -> Result<()> {
         let Scratch { file, scratch, .. } = &self.0;
-        move_file(scratch, file)
+        rename_durably(scratch, file)
             .map_err(|error| Error::Unavailable(format!("cannot write {}: {error}", file.display())))
     }
 }
@@ -241,15 +242,6 @@ impl Load for SqliteLoader {
             archive::Loader::files(&file).iter().for_each(|path| drop(remove(path)));
         }
         published
-    }
-}
-
-/// Moves a file to its final path and syncs the directory.
-fn move_file(file: &Path, destination: &Path) -> std::io::Result<()> {
-    std::fs::rename(file, destination)?;
-    match destination.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        Some(folder) => File::open(folder)?.sync_all(),
-        None => File::open(".")?.sync_all(),
     }
 }
 

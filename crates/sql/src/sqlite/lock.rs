@@ -11,6 +11,8 @@ use orlop_core::{
     private,
 };
 
+use super::load::with_suffix;
+
 /// An exclusive lock on `<database file>.lock`, which contains the owner's process ID. The operating system releases it
 /// when the process ends.
 pub(super) struct FileLock(File);
@@ -26,9 +28,8 @@ impl Drop for FileLock {
 
 impl FileLock {
     pub(super) fn acquire(database: &Path) -> Result<Self> {
-        let mut path = database.as_os_str().to_owned();
-        path.push(".lock");
-        let name = Path::new(&path).display();
+        let path = with_suffix(database, ".lock");
+        let name = path.display();
         let failed =
             |action: &str, error: std::io::Error| Error::Open(format!("cannot {action} lock file {name}: {error}"));
 

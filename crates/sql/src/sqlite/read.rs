@@ -240,17 +240,7 @@ impl Table {
 
 /// Returns a JSON array for `json_each`, which needs one parameter for any number of items; `None` if there are no
 /// items.
-pub(super) fn json_list(items: impl ExactSizeIterator<Item = String>) -> Option<String> {
-    if items.len() == 0 {
-        return None;
-    }
-    let mut list = String::from("[");
-    for item in items {
-        if list.len() > 1 {
-            list.push(',');
-        }
-        list.push_str(&item);
-    }
-    list.push(']');
-    Some(list)
+pub(super) fn json_list(items: impl Iterator<Item = String>) -> Option<String> {
+    let items: Vec<String> = items.collect();
+    (!items.is_empty()).then(|| format!("[{}]", items.join(",")))
 }

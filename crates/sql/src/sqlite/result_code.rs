@@ -1,6 +1,6 @@
 //! The result codes of SQLite's errors, whichever crate reports them.
 
-use crate::rows::describe;
+use crate::error::describe;
 
 // Primary result codes of SQLite: the low byte of its codes.
 pub(super) const CODE_ERROR: i32 = 1;

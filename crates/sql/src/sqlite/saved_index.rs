@@ -20,6 +20,7 @@ use std::{
 
 use async_trait::async_trait;
 use orlop_core::{
+    files::rename_durably,
     log::{Error, Result, SAVED_INDEX_MARK, SavedIndex, SavedIndexReader, SavedIndexState, SavedIndexWriter},
     private,
     types::Revision,
@@ -28,7 +29,7 @@ use tokio::task::spawn_blocking;
 use tracing::info;
 
 use super::{SqliteLog, append::SET_FACT, load::with_suffix, writer};
-use crate::rows::unavailable;
+use crate::error::unavailable;
 
 const MAGIC: &[u8; 20] = b"orlop saved index 1\n";
 const STATE_BYTES: usize = 32;
@@ -168,9 +169,7 @@ impl SavedIndexWriter for Writer<'_> {
         blocking(move || {
             write_block(&mut file, &[])?;
             file.sync_all()?;
-            std::fs::rename(temporary, &target)?;
-            let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            File::open(folder)?.sync_all()
+            rename_durably(&temporary, &target)
         })
         .await?;
         let writer = self.log.writer.lock().await.map_err(writer::unavailable)?;
@@ -216,10 +215,10 @@ fn write_block(file: &mut File, block: &[u8]) -> io::Result<()> {
 
 /// Returns the next block; `None` if it is damaged.
 fn read_block(file: &mut BufReader<File>) -> io::Result<Option<Vec<u8>>> {
-    let mut head = [0; 8];
-    file.read_exact(&mut head)?;
-    let (len, sum) = head.split_at(4);
-    let (len, sum) = (u32::from_le_bytes(array(len)), u32::from_le_bytes(array(sum)));
+    let (mut len, mut sum) = ([0; 4], [0; 4]);
+    file.read_exact(&mut len)?;
+    file.read_exact(&mut sum)?;
+    let (len, sum) = (u32::from_le_bytes(len), u32::from_le_bytes(sum));
     if len > BLOCK_BYTES_MAX {
         return Ok(None);
     }
@@ -237,8 +236,4 @@ fn numbers(block: &[u8]) -> Option<[i64; 4]> {
         *number = i64::from_le_bytes(bytes.try_into().ok()?);
     }
     Some(numbers)
-}
-
-fn array(bytes: &[u8]) -> [u8; 4] {
-    [bytes[0], bytes[1], bytes[2], bytes[3]]
 }

@@ -15,8 +15,11 @@ use super::{
     read,
     wal::Growth,
 };
-use crate::rows::{check_schema, unavailable};
-use crate::{auth, migrations};
+use crate::{
+    auth,
+    error::unavailable,
+    migrations::{self, check_schema},
+};
 use orlop_core::{
     auth::AuthState,
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},

@@ -5,7 +5,7 @@
 //! ignores the space after the last frame of the WAL.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::OpenOptions,
     io,
     os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
@@ -13,7 +13,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{FallocateFlags, fallocate, fstatvfs},
+    fs::{FallocateFlags, fallocate, statvfs},
     io::Errno,
 };
 
@@ -71,10 +71,11 @@ fn rewrite_file(wal: &Path) -> io::Result<()> {
 /// If the file cannot be opened, or less than [`MARGIN_BYTES`] of the disk would remain free. The file then has its
 /// previous length.
 pub(super) fn preallocate(database: &Path) -> io::Result<()> {
-    let file = OpenOptions::new().write(true).open(with_suffix(database, "-wal"))?;
+    let wal = with_suffix(database, "-wal");
+    let file = OpenOptions::new().write(true).open(&wal)?;
     let before = file.metadata()?;
     let missing = FILE_BYTES.saturating_sub(before.blocks() * BLOCK_BYTES);
-    if missing > 0 && free_bytes(&file)? < missing + MARGIN_BYTES {
+    if missing > 0 && free_bytes(&wal)? < missing + MARGIN_BYTES {
         return Err(Errno::NOSPC.into());
     }
     match fallocate(&file, FallocateFlags::empty(), 0, FILE_BYTES) {
@@ -89,8 +90,8 @@ pub(super) fn preallocate(database: &Path) -> io::Result<()> {
 }
 
 /// Returns the bytes that this process may still write to the disk of a file.
-fn free_bytes(file: &File) -> io::Result<u64> {
-    let disk = fstatvfs(file)?;
+pub(super) fn free_bytes(file: &Path) -> io::Result<u64> {
+    let disk = statvfs(file)?;
     Ok(disk.f_bavail.saturating_mul(disk.f_frsize))
 }
 

@@ -17,6 +17,7 @@ use crate::{
     telemetry::{Exporter, FinishedCall, Parent},
 };
 use orlop_core::{
+    clock,
     metrics::Metrics,
     trace::{self, Part, RequestId, Trace},
 };
@@ -125,7 +126,7 @@ impl CallGuard {
         Self { method, response_bytes: 0, remote, began, has_ended: false, traced: None, slow_threshold, exported }
     }
 
-    /// Stores the trace of a call whose response begins now.
+    /// Stores the trace of a call whose response begins now, or that ends without one.
     pub fn set_trace(&mut self, trace: Trace) {
         self.traced = Some(Traced { trace, responded: Instant::now() });
     }
@@ -205,8 +206,7 @@ impl CallGuard {
 
     /// Logs a call with etcd's message and fields.
     fn log_statistics(&self, trace: &Trace, took: Duration) {
-        #[allow(clippy::disallowed_methods, reason = "the time is only shown")]
-        let start = std::time::SystemTime::now().checked_sub(took).unwrap_or(std::time::UNIX_EPOCH);
+        let start = clock::now().checked_sub(took).unwrap_or(std::time::UNIX_EPOCH);
         debug!(
             target: trace::REQUESTS,
             remote = self.remote.as_ref().map(Remote::text),

@@ -1,9 +1,8 @@
 //! From times to revisions and back.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use super::{HistoryKeeper, Keep, past::PastResult};
 use crate::{
+    clock,
     log::{self, Archive, Moment, Time, Written},
     store::handle::Store,
     types::Revision,
@@ -41,9 +40,7 @@ pub(super) async fn times_until_now(
     if times.contains(&None)
         && let Some(first) = archive.first_moment().await?
     {
-        #[expect(clippy::disallowed_methods, reason = "people want the time of the wall clock")]
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let by_now = Written { unix_ms: i64::try_from(now).unwrap_or(i64::MAX), is_latest: true };
+        let by_now = Written { unix_ms: clock::unix_ms(clock::now()), is_latest: true };
         for (time, revision) in times.iter_mut().zip(revisions) {
             if *revision > first.revision {
                 time.get_or_insert(by_now);

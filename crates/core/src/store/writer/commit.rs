@@ -208,6 +208,11 @@ impl Writer {
 
     /// Decides what happens to a batch whose append failed.
     fn handle_failure(&mut self, failure: &log::Error) -> Result<CommitOutcome> {
+        if let log::Error::Refused(reason) = failure {
+            // Not an outage: the next request may succeed.
+            warn!(error = %failure, "a request failed on the database");
+            return Err(Error::Refused(reason.clone()));
+        }
         self.log_failure(failure);
         // A full disk may be the cause.
         self.shared.space.measure_requested.notify_one();
@@ -217,9 +222,11 @@ impl Writer {
                 Ok(CommitOutcome::Refused)
             }
             log::Error::Full(_) => Err(Error::NoSpace),
-            log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
-                Err(Error::OutcomeUnknown)
-            }
+            log::Error::OutcomeUnknown(_)
+            | log::Error::Refused(_)
+            | log::Error::Open(_)
+            | log::Error::Corrupt(_)
+            | log::Error::Diverged(_) => Err(Error::OutcomeUnknown),
         }
     }
 
@@ -238,7 +245,11 @@ impl Writer {
             log::Error::Full(_) => {
                 error!(error = %failure, "the disk is full: writes are rejected until space is freed, reads continue");
             }
-            log::Error::OutcomeUnknown(_) | log::Error::Open(_) | log::Error::Corrupt(_) | log::Error::Diverged(_) => {
+            log::Error::OutcomeUnknown(_)
+            | log::Error::Refused(_)
+            | log::Error::Open(_)
+            | log::Error::Corrupt(_)
+            | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
                     "the outcome of the last writes is unknown; their clients received an error; reading the log again"

@@ -93,6 +93,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::watch::queue::Pending;
 
     #[derive(Clone, Debug)]
     enum Step {
@@ -110,7 +111,7 @@ mod tests {
         /// The number of members crosses [`INDEXED_MIN`] in both directions.
         #[test]
         fn members_are_found_until_they_are_removed(steps in prop::collection::vec(step(), 0..200)) {
-            let outboxes = [(); 2].map(|()| Arc::new(Outbox::new()));
+            let outboxes = [(); 2].map(|()| Arc::new(Outbox::new(&Pending::unregistered())));
             let (mut members, mut expected, mut next) = (Members::default(), Vec::new(), 0);
             for step in steps {
                 match step {

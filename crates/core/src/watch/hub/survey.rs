@@ -98,9 +98,12 @@ impl Collected {
     fn add_groups(&mut self, state: &State, mut next: usize) -> Option<usize> {
         let mut visited = 0;
         while visited < STEP_WATCHES {
-            let group = state.groups.get(next)?;
+            // Numbers of removed groups are below the capacity, too.
+            if next >= state.groups.capacity() {
+                return None;
+            }
+            visited += 1 + state.groups.get(next).map_or(0, |group| self.add_group(group));
             next += 1;
-            visited += 1 + group.as_ref().map_or(0, |group| self.add_group(group));
         }
         Some(next)
     }

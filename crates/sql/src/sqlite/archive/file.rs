@@ -26,8 +26,8 @@ use super::{
     writer::Writer,
 };
 use crate::{
-    migrations,
-    rows::{cannot_migrate, describe},
+    error::describe,
+    migrations::{self, cannot_migrate},
     sqlite::{
         BUSY_TIMEOUT, SqliteLog,
         load::with_suffix,

@@ -13,7 +13,7 @@ use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
 use super::{facts, sql::STATE};
-use crate::{archive, rows::unavailable};
+use crate::{archive, error::unavailable};
 
 const ROWS: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted, end_revision \
     FROM kv_archive WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3";
@@ -42,7 +42,7 @@ impl FrozenArchive for Frozen {
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
         let connection = &mut *self.0.lock().await;
         let query = sqlx::query(ROWS).bind(from.revision.0).bind(i64::from(from.sub)).bind(ARCHIVE_PAGE_ROWS as i64);
-        archive::archived_rows(query.fetch(connection)).await.map_err(unavailable)?
+        archive::archived_rows(query.fetch(connection)).await.map_err(unavailable)
     }
 
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {

@@ -1,0 +1,127 @@
+//! The log goes back, or is replaced, while the same run of Postgres continues.
+
+use std::{path::Path, process::Command, time::Duration};
+
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
+use tokio::time::{sleep, timeout};
+
+use super::put_at;
+use crate::support::{Client, DEADLINE, Postgres, Server, database_name};
+
+/// Runs a program of Postgres as the superuser.
+fn run(postgres: &Postgres, program: &str, arguments: &[&str]) {
+    let programs = Postgres::programs().expect("a server runs, so its programs are there");
+    let output = Command::new(programs.join(program))
+        .args(["-h", "127.0.0.1", "-p", &postgres.port().to_string(), "-U", "postgres"])
+        .args(arguments)
+        .output()
+        .expect("the program can be started");
+    assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn text(file: &Path) -> &str {
+    file.to_str().expect("temporary files have UTF-8 names")
+}
+
+fn dump(postgres: &Postgres, database: &str, file: &Path) {
+    run(postgres, "pg_dump", &["-Fc", "-f", text(file), database]);
+}
+
+/// Replaces a database by its dump.
+fn restore(postgres: &Postgres, database: &str, file: &Path) {
+    postgres.psql("postgres", &format!("DROP DATABASE {database} WITH (FORCE)"));
+    postgres.psql("postgres", &format!("CREATE DATABASE {database}"));
+    // No instance sees a part of it.
+    run(postgres, "pg_restore", &["--single-transaction", "-d", database, text(file)]);
+}
+
+/// Writes revisions 2 to 5, lets `go_back` remove those from 3 on, and checks that the instance stops without serving
+/// another read.
+async fn check_stopped(go_back: impl Fn(&Postgres, &str, &Path)) {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let mut server = Server::orlop_on(&datastore, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    assert_eq!(put_at(&mut client, "kept").await, 2);
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("dump");
+    dump(postgres, database, &file);
+    for revision in 3..=5 {
+        assert_eq!(put_at(&mut client, "lost").await, revision);
+    }
+    go_back(postgres, database, &file);
+    let reading = async {
+        while server.runs() {
+            let range = RangeRequest { key: "lost".into(), ..Default::default() };
+            client.kv.range(range).await.expect_err("the database does not have this key");
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(DEADLINE, reading).await.expect("the instance stops");
+    assert!(!server.ended().await.success());
+    let log = server.log_tail();
+    assert!(log.contains("had revision 5") && log.contains("ends at revision 2"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restored_log_stops_the_instance_before_it_serves_a_read() {
+    check_stopped(restore).await;
+}
+
+/// The table is the same as before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deleted_end_of_the_log_stops_the_instance_before_it_serves_a_read() {
+    let delete = |postgres: &Postgres, database: &str, _: &Path| {
+        postgres.psql(database, &format!("DELETE FROM {database}.kv_log WHERE id > 2"));
+    };
+    check_stopped(delete).await;
+}
+
+/// The head alone does not show that the log was replaced.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restored_log_that_another_instance_wrote_past_stops_the_instance() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    assert_eq!(put_at(&mut client, "kept").await, 2);
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("dump");
+    dump(postgres, database, &file);
+    assert_eq!(put_at(&mut client, "lost").await, 3);
+
+    server.pause();
+    restore(postgres, database, &file);
+    let other = Server::orlop_on(&datastore, &["--name", "two"]).await;
+    let mut other_client = Client::connect(other.endpoint()).await;
+    for revision in 3..=7 {
+        assert_eq!(put_at(&mut other_client, "another").await, revision);
+    }
+    server.resume();
+    assert!(!server.ended().await.success());
+    let log = server.log_tail();
+    assert!(log.contains("revision 3 differs") && log.contains("ends at revision 7"), "{log}");
+    assert_eq!(put_at(&mut other_client, "another").await, 8, "the other instance continues");
+}
+
+/// Another number of the log, as after the migration of an older version, must not stop or block an instance.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instance_continues_when_only_the_number_of_the_log_changes() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let server = Server::orlop_on(&datastore, &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    assert_eq!(put_at(&mut client, "before").await, 2);
+    let copy = format!(
+        "SET search_path = {database}; BEGIN; LOCK TABLE kv_log; ALTER TABLE kv_log RENAME TO old; \
+         CREATE TABLE kv_log (LIKE old INCLUDING ALL); ALTER TABLE kv_log OWNER TO {database}; \
+         INSERT INTO kv_log SELECT * FROM old; COMMIT"
+    );
+    postgres.psql(database, &copy);
+    assert_eq!(put_at(&mut client, "after").await, 3);
+    let range = RangeRequest { key: "before".into(), ..Default::default() };
+    assert_eq!(client.kv.range(range).await.expect("a linearizable read").into_inner().count, 1);
+}
