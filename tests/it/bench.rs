@@ -1,5 +1,7 @@
 //! `orlop bench`: each load runs the requested operations, reports them and removes its keys.
 
+mod faults;
+
 use std::process::Command;
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
@@ -69,6 +71,8 @@ async fn loads_report_their_operations_and_leave_no_keys() {
         let report = bench(&server, scenario);
         assert_eq!((&report["scenario"], &report["first_error"]), (&scenario[0].into(), &Value::Null));
         assert_eq!((&report["interrupted"], &report["clients"]), (&false.into(), &4.into()), "{report}");
+        // The clients know the mod revisions of the keys that they update.
+        assert!(report.get("retries").is_none_or(|retries| *retries == 0.0), "{report}");
         assert_eq!(counts(&report), *expected, "{report}");
         let (left, now) = keys(&mut client).await;
         assert_eq!(left, ["not of the load"], "{scenario:?}");
@@ -197,8 +201,8 @@ async fn invalid_flags_of_renewals_are_refused() {
         (&["--find-nodes", "--nodes", "0"], "must be a number from 1"),
         (&["--renewals", "--nodes", "1000001"], "--nodes must be at most 1000000, nodes=1000001"),
         (&["--renewals", "--total", "5"], "--total has no effect on renewals"),
-        (&["--renewals", "--purge"], "confirm it with --prefix /registry/"),
-        (&["--renewals", "--existing"], "confirm it with --prefix /registry/"),
+        (&["--renewals", "--purge"], "--purge deletes all keys below /registry/: confirm it with --prefix /registry/"),
+        (&["--renewals", "--existing"], "--existing overwrites leases below /registry/: confirm it with --prefix"),
         (&["--renewals", "--nodes", "3", "--existing", "--keep", "--prefix", "a/"], "leases=0 nodes=3"),
         (&["--server-pid", "0"], "0 is not in 1.."),
         (&["--server-pid", "2147483647"], "--server-pid: no such process, pid=2147483647"),
@@ -245,8 +249,11 @@ async fn keys_of_an_earlier_run_can_be_reused() {
     let mut client = Client::connect(server.endpoint()).await;
     bench(&server, &["range", "--keys", "20", "--keep"]);
     let (kept, head) = keys(&mut client).await;
-    bench(&server, &["range", "--keys", "20", "--existing", "--keep"]);
-    assert_eq!(keys(&mut client).await, (kept, head));
+    // A run with --existing deletes no keys, with or without --keep.
+    for flags in [&["--keep"][..], &[]] {
+        bench(&server, &[&["range", "--keys", "20", "--existing"][..], flags].concat());
+        assert_eq!(keys(&mut client).await, (kept.clone(), head));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -258,8 +265,9 @@ async fn comparison_writes_a_page_with_plots_and_no_other_file() {
     let page = folder.path().join("page.md");
     let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["bench", "compare", "--servers", "etcd,sqlite", "--groups", "put-256b,get", "--rounds", "2"])
-        .args(["--duration", "50ms", "--work-dir"])
+        .args(["bench", "compare", "--servers", "etcd,sqlite", "--groups", "put-256b,get", "--rounds", "1"])
+        // Long enough that each of 1,024 clients completes a put after the warm-up.
+        .args(["--duration", "800ms", "--work-dir"])
         .arg(folder.path())
         .arg("--output")
         .arg(&page)
@@ -291,7 +299,7 @@ fn soak_compacts_reconnects_and_leaves_no_keys() {
         "--minutes",
         "0.1",
         "--rate",
-        "40",
+        "10",
         "--nodes",
         "5",
         "--pods",
@@ -373,8 +381,13 @@ fn comparison_refuses_invalid_flags() {
         (&["--etcd", "/not/there", "--servers", "etcd"], "/not/there failed"),
         (&["--work-dir", "/not/there", "--servers", "sqlite"], "--work-dir /not/there"),
         (&["--output", "/dev/null"], "the page has no marker for the tables"),
+        (&["--user", "root:secret"], "--user has no effect here"),
+        (&["--prefix", "a/"], "--prefix has no effect here"),
+        (&["--duration", "0s"], "--duration must be at least 1ms"),
+        (&["--servers", "sqlite", "--groups", "get,three-put"], "group=`three-put` instances=3"),
     ] {
-        let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(["bench", "compare"]).args(flags).output();
+        let mut compare = Command::new(env!("CARGO_BIN_EXE_orlop"));
+        let output = compare.env_remove("ETCDCTL_USER").args(["bench", "compare"]).args(flags).output();
         let output = output.expect("orlop is built with the tests");
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(expected), "{flags:?}: {text}");

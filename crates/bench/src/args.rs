@@ -52,7 +52,8 @@ pub struct Common {
     #[arg(long, global = true)]
     pub keep: bool,
 
-    /// Use the keys that an earlier run with --keep has written, instead of writing keys
+    /// Use the keys that an earlier run with --keep has written, instead of writing keys; no keys are deleted
+    /// afterwards
     #[arg(long, global = true, conflicts_with = "purge")]
     pub existing: bool,
 
@@ -151,10 +152,14 @@ impl Common {
         }
     }
 
-    /// Rejects the flags that choose servers and limits, for a command that starts its own servers.
+    /// Rejects the flags that choose servers, keys and limits, for a command that starts its own servers.
     pub fn reject_target(&self) -> Result<(), Error> {
+        // A user in the environment is meant for other servers.
+        let has_user = self.credentials.login().is_some() && std::env::var_os("ETCDCTL_USER").is_none();
         let given = [
             ("--endpoints", self.has_endpoints()),
+            ("--user", has_user),
+            ("--prefix", self.has_prefix()),
             ("--clients", self.clients.is_some()),
             ("--connections", self.connections.is_some()),
             ("--total", self.total.is_some()),

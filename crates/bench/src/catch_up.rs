@@ -1,6 +1,6 @@
 //! The scenario `catch-up`: starts a watch at an old revision and receives all events since.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use tonic::Status;
 
@@ -53,7 +53,7 @@ impl CatchUp {
 
     async fn write(&self, bench: &Bench) -> Result<(), Error> {
         let total = Some(self.revisions as u64);
-        let limits = Limits { total, duration: None, warmup: std::time::Duration::ZERO };
+        let limits = Limits { total, duration: None, warmup: Duration::ZERO };
         let putters = write::putters(bench, WRITERS, self.key_space, self.value_size);
         let error = bench.drive_within(limits, putters).await.first_error;
         error.map_or(Ok(()), |error| {
@@ -71,6 +71,9 @@ struct Watcher {
 }
 
 impl Worker for Watcher {
+    /// An operation receives all revisions.
+    const SILENCE_MAX: Duration = Duration::from_secs(600);
+
     async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
         let mut responses = create_watches(&mut self.client, vec![self.create.clone()]).await?;
         let mut received = 0;

@@ -7,6 +7,8 @@
 //! never contended on the current-thread runtime. Lock order: the recorder is the only lock, and is never held across
 //! an await.
 
+mod recorder;
+
 use std::{
     future::Future,
     sync::{
@@ -16,7 +18,6 @@ use std::{
     time::Duration,
 };
 
-use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use tokio::{
     task::JoinSet,
@@ -24,8 +25,7 @@ use tokio::{
 };
 use tonic::Status;
 
-use orlop_client::describe;
-
+pub use self::recorder::Recorder;
 use crate::{connection::Client, interrupt::Interrupt};
 
 /// Maximum time that operations in flight may take after the end of the run.
@@ -33,11 +33,17 @@ const DRAIN_TIME_MAX: Duration = Duration::from_secs(10);
 /// Maximum time that operations in flight may take after Ctrl-C.
 const DRAIN_TIME_INTERRUPTED_MAX: Duration = Duration::from_secs(1);
 
+/// Maximum number of operations of an open loop: those of months at the highest rate.
+const SEQUENCE_MAX: u64 = 1 << 40;
+
 /// Delay after a failed operation, so that a client whose operations fail immediately does not spin.
 const ERROR_DELAY: Duration = Duration::from_millis(10);
 
 /// One client of the closed loop.
 pub trait Worker: Send + 'static {
+    /// Maximum time in which no client receives an answer, in a run that has no deadline. After that the run ends.
+    const SILENCE_MAX: Duration = Duration::from_secs(30);
+
     /// Runs one operation. `started` is its start time, as returned by [`Run::nanos_at`].
     fn step(&mut self, started: u64) -> impl Future<Output = Result<OpCounts, Status>> + Send;
 
@@ -84,6 +90,8 @@ pub struct Run {
     scheduled: AtomicU64,
     /// Number of late operations.
     late: AtomicU64,
+    /// Number of operations that succeeded or failed, including those of the warm-up.
+    answered: AtomicU64,
     began: Instant,
     measured_from: Instant,
     deadline: Option<Instant>,
@@ -119,6 +127,7 @@ impl Run {
             pace,
             scheduled: AtomicU64::new(0),
             late: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
             began,
             measured_from,
             deadline: limits.duration.map(|duration| measured_from + duration),
@@ -128,27 +137,41 @@ impl Run {
         })
     }
 
-    /// Runs the workers until a limit is reached or the user presses Ctrl-C.
+    /// Runs the workers until a limit is reached, the server no longer answers or the user interrupts the run.
     pub async fn drive<W: Worker>(self: &Arc<Self>, workers: Vec<W>, interrupt: &Interrupt) {
         let mut clients = JoinSet::new();
         for worker in workers {
             clients.spawn(Arc::clone(self).run_client(worker));
         }
         // Joining is cancel safe: it removes only completed tasks from the set.
-        let drain_time = tokio::select! {
-            () = join_all(&mut clients) => return,
-            () = self.wait_for_deadline() => DRAIN_TIME_MAX,
-            () = interrupt.wait() => DRAIN_TIME_INTERRUPTED_MAX,
+        let end = tokio::select! {
+            () = join_all(&mut clients) => End::Completed,
+            () = self.wait_for_deadline() => End::Deadline,
+            () = self.wait_for_silence(W::SILENCE_MAX) => End::Silence,
+            () = interrupt.wait() => End::Interrupted,
         };
         // The open loop also sends the operations that were due before the deadline and have not been sent yet.
-        if self.pace.is_none() || drain_time == DRAIN_TIME_INTERRUPTED_MAX {
+        if self.pace.is_none() || end == End::Interrupted {
             self.stop();
         }
-        if timeout(drain_time, join_all(&mut clients)).await.is_err() && drain_time == DRAIN_TIME_MAX {
-            self.recorder.lock().fail(clients.len() as u64, || {
-                format!("no response within {DRAIN_TIME_MAX:?} after the end of the run")
+        let drain_time = match end {
+            End::Completed | End::Silence => Duration::ZERO,
+            End::Deadline => DRAIN_TIME_MAX,
+            End::Interrupted => DRAIN_TIME_INTERRUPTED_MAX,
+        };
+        let is_drained = timeout(drain_time, join_all(&mut clients)).await.is_ok();
+        if interrupt.is_set() {
+            return;
+        }
+        if !is_drained {
+            self.recorder.lock().fail(clients.len() as u64, || match end {
+                End::Silence => format!("no response within {:?}", W::SILENCE_MAX),
+                End::Completed | End::Deadline | End::Interrupted => {
+                    format!("no response within {DRAIN_TIME_MAX:?} after the end of the run")
+                }
             });
         }
+        self.count_unsent();
     }
 
     pub fn began(&self) -> Instant {
@@ -186,7 +209,18 @@ impl Run {
     /// Stops the run and returns the measurements.
     pub fn finish(&self) -> Recorder {
         self.stop();
-        std::mem::replace(&mut *self.recorder.lock(), Recorder::new(self.measured_from))
+        let mut recorder = std::mem::replace(&mut *self.recorder.lock(), Recorder::new(self.measured_from));
+        self.extend(&mut recorder);
+        recorder
+    }
+
+    /// Extends the time of the measurements to the end of the run: to the deadline, or to now in a run that ended
+    /// before it. Rates then include the time in which the server did not answer. A run without a duration ends with
+    /// its last operation.
+    pub fn extend(&self, recorder: &mut Recorder) {
+        if let Some(deadline) = self.deadline {
+            recorder.extend_to(deadline.min(Instant::now()));
+        }
     }
 
     /// Returns the progress of the run.
@@ -205,6 +239,7 @@ impl Run {
             let Some(started) = self.next_start().await else { return };
             let Some(phase) = self.admit(started) else { return };
             let outcome = worker.step(self.nanos_at(started)).await;
+            self.answered.fetch_add(1, Relaxed);
             if phase == Phase::Measured {
                 let ended = Instant::now();
                 self.recorder.lock().record(started, ended, &outcome);
@@ -223,8 +258,7 @@ impl Run {
     /// after the end of the run.
     async fn next_start(&self) -> Option<Instant> {
         let Some(pace) = self.pace else { return Some(Instant::now()) };
-        let sequence = self.scheduled.fetch_add(1, Relaxed);
-        let due = self.began + Duration::from_secs_f64(sequence as f64 / pace.per_sec);
+        let due = self.due(pace, self.scheduled.fetch_add(1, Relaxed));
         if self.deadline.is_some_and(|deadline| due >= deadline) {
             return None;
         }
@@ -232,6 +266,34 @@ impl Run {
             sleep_until(due).await;
         }
         Some(due)
+    }
+
+    /// Returns the due time of an operation of the open loop.
+    fn due(&self, pace: Pace, sequence: u64) -> Instant {
+        self.began + Duration::from_secs_f64(sequence as f64 / pace.per_sec)
+    }
+
+    /// Returns the number of operations of the open loop that are due before `moment`.
+    fn due_before(&self, pace: Pace, moment: Instant) -> u64 {
+        let (mut count, mut max) = (0, SEQUENCE_MAX);
+        while count < max {
+            let middle = u64::midpoint(count, max);
+            if self.due(pace, middle) < moment { count = middle + 1 } else { max = middle }
+        }
+        count
+    }
+
+    /// Records the operations of the open loop that were due and have not been sent as failed, unless the run was
+    /// stopped before.
+    fn count_unsent(&self) {
+        let (Some(pace), Some(deadline)) = (self.pace, self.deadline) else { return };
+        if self.stopping.load(Relaxed) {
+            return;
+        }
+        // The clients have reserved all operations that they have sent, and one each that is due after the deadline.
+        let sent = self.scheduled.load(Relaxed).max(self.due_before(pace, self.measured_from));
+        let unsent = self.due_before(pace, deadline).saturating_sub(sent);
+        self.recorder.lock().fail(unsent, || "not sent: the server was too slow".to_owned());
     }
 
     /// Ends the open loop when too many operations are late.
@@ -260,6 +322,32 @@ impl Run {
             None => std::future::pending().await,
         }
     }
+
+    /// Waits until no operation was answered for `silence_max`, which takes up to twice as long. Never completes in a
+    /// run with a deadline.
+    async fn wait_for_silence(&self, silence_max: Duration) {
+        if self.deadline.is_some() {
+            return std::future::pending().await;
+        }
+        loop {
+            let answered = self.answered.load(Relaxed);
+            sleep(silence_max).await;
+            if self.answered.load(Relaxed) == answered {
+                return;
+            }
+        }
+    }
+}
+
+/// Why a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// All clients have stopped.
+    Completed,
+    Deadline,
+    /// The server did not answer for too long, in a run without a deadline.
+    Silence,
+    Interrupted,
 }
 
 async fn join_all(clients: &mut JoinSet<()>) {
@@ -274,63 +362,6 @@ pub struct Progress {
     pub p99_nanos: u64,
     /// Time since the end of the warm-up.
     pub elapsed: Duration,
-}
-
-/// The measurements of a run, or of one kind of operation in it.
-pub struct Recorder {
-    /// In nanoseconds.
-    pub latency: Histogram<u64>,
-    /// Sums over the successful operations.
-    pub counts: OpCounts,
-    pub errors: u64,
-    pub first_error: Option<String>,
-    measured_from: Instant,
-    last_end: Instant,
-}
-
-impl Recorder {
-    /// Returns an empty recorder for latencies from 1 us to 1 h with three significant digits. It uses a few hundred
-    /// KiB.
-    pub fn new(measured_from: Instant) -> Self {
-        let latency = Histogram::new_with_bounds(1_000, 3_600_000_000_000, 3);
-        Self {
-            latency: latency.expect("the bounds are valid constants"),
-            counts: OpCounts::default(),
-            errors: 0,
-            first_error: None,
-            measured_from,
-            last_end: measured_from,
-        }
-    }
-
-    pub fn succeed(&mut self, took: Duration, ended: Instant) {
-        self.latency.saturating_record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
-        self.last_end = self.last_end.max(ended);
-    }
-
-    pub fn fail(&mut self, count: u64, describe: impl FnOnce() -> String) {
-        self.errors += count;
-        if count > 0 {
-            self.first_error.get_or_insert_with(describe);
-        }
-    }
-
-    /// Returns the time from the end of the warm-up to the end of the last successful operation.
-    pub fn elapsed(&self) -> Duration {
-        self.last_end - self.measured_from
-    }
-
-    fn record(&mut self, started: Instant, ended: Instant, outcome: &Result<OpCounts, Status>) {
-        match outcome {
-            Ok(counts) => {
-                self.succeed(ended - started, ended);
-                self.counts.retries += counts.retries;
-                self.counts.keys += counts.keys;
-                self.counts.bytes += counts.bytes;
-            }
-            Err(status) => self.fail(1, || describe(status)),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -396,17 +427,56 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn recorder_sums_successes_and_keeps_the_first_error() {
-        let start = Instant::now();
-        let mut recorder = Recorder::new(start);
-        let counts = OpCounts { retries: 1, keys: 10, bytes: 100 };
-        recorder.record(start, start + SECOND, &Ok(counts));
-        recorder.record(start, start + SECOND / 2, &Ok(counts));
-        recorder.record(start, start + 9 * SECOND, &Err(Status::unavailable("gone")));
-        recorder.record(start, start + 9 * SECOND, &Err(Status::internal("later")));
-        assert_eq!(recorder.counts, OpCounts { retries: 2, keys: 20, bytes: 200 });
-        assert_eq!((recorder.latency.len(), recorder.errors), (2, 2));
-        assert_eq!(recorder.first_error.as_deref(), Some("Unavailable: gone"));
-        assert_eq!(recorder.elapsed(), SECOND);
+    async fn operations_that_an_open_loop_did_not_send_are_errors() {
+        // Four operations are due in the warm-up and four after it. Each client also reserves one after the deadline.
+        for (reserved, is_stopped, errors) in
+            [(9, false, 0), (8, false, 0), (6, false, 2), (3, false, 4), (0, false, 4), (3, true, 0)]
+        {
+            let pace = Pace { per_sec: 4.0, latency_max: SECOND, late_max: 1 };
+            let run = Run::begin_paced(pace, Limits { total: None, duration: Some(SECOND), warmup: SECOND });
+            run.scheduled.store(reserved, Relaxed);
+            if is_stopped {
+                run.stop();
+            }
+            run.count_unsent();
+            assert_eq!(run.finish().errors, errors, "{reserved} reserved");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_without_answers_counts() {
+        let limits = Limits { total: None, duration: Some(9 * SECOND), warmup: SECOND };
+        for (ends_after, elapsed) in [(20_u32, 9_u32), (10, 9), (5, 4), (2, 1), (1, 1)] {
+            let run = Run::begin(limits);
+            let measured_from = run.measured_from();
+            run.recorder.lock().succeed(SECOND, measured_from + SECOND);
+            sleep(ends_after * SECOND).await;
+            assert_eq!(run.finish().elapsed(), elapsed * SECOND, "ended after {ends_after} s");
+        }
+        // A run of a number of operations ends with the last one.
+        let run = Run::begin(Limits { total: Some(1), duration: None, warmup: Duration::ZERO });
+        run.recorder.lock().succeed(SECOND, run.began() + SECOND);
+        sleep(9 * SECOND).await;
+        assert_eq!(run.finish().elapsed(), SECOND);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn run_without_a_deadline_ends_when_nothing_is_answered() {
+        let run = Run::begin(Limits { total: Some(9), duration: None, warmup: Duration::ZERO });
+        let answers = async {
+            for pause in [20_u32, 20, 15] {
+                sleep(pause * SECOND).await;
+                run.answered.fetch_add(1, Relaxed);
+            }
+            std::future::pending().await
+        };
+        tokio::select! {
+            () = run.wait_for_silence(30 * SECOND) => {}
+            () = answers => {}
+        }
+        // The last answer came after 55 s. The run looks every 30 s.
+        assert_eq!(run.began().elapsed(), 90 * SECOND);
+        let run = Run::begin(Limits { total: None, duration: Some(SECOND), warmup: Duration::ZERO });
+        assert!(timeout(900 * SECOND, run.wait_for_silence(30 * SECOND)).await.is_err());
     }
 }

@@ -23,6 +23,10 @@ pub enum Error {
     Interrupted,
     #[error("no operation succeeded: {0}")]
     NothingSucceeded(String),
+    #[error("some operations failed, or the run is incomplete: {0}")]
+    PartlyFailed(String),
+    #[error("no operation was completed in the measured time")]
+    NothingMeasured,
     /// The soak test found a leak or failed operations.
     #[error("soak test failed: {0}")]
     Soak(String),

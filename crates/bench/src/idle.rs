@@ -11,7 +11,7 @@ use crate::{
     closed_loop::{Recorder, Run},
     error::Error,
     keyspace::setup_request,
-    report::Report,
+    report::{self, Report},
     watch::open_stream,
 };
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
@@ -46,6 +46,7 @@ impl Idle {
             watches.push(open_stream(bench, number, vec![create]).await?);
         }
         let run = Run::begin(bench.plan.limits);
+        let measured_from = run.measured_from();
         let until = Instant::now() + bench.plan.limits.warmup + duration;
         bench
             .observe(&run, async {
@@ -55,7 +56,12 @@ impl Idle {
                 }
             })
             .await;
-        let extra = BTreeMap::from([("watches", watches.len() as f64)]);
-        Ok(bench.report("idle", 0, &Recorder::new(run.measured_from()), extra))
+        let elapsed = Instant::now().saturating_duration_since(measured_from);
+        let extra = BTreeMap::from([
+            ("watches", watches.len() as f64),
+            ("elapsed_secs", report::rounded(elapsed.as_secs_f64())),
+        ]);
+        let report = bench.report("idle", 0, &Recorder::new(measured_from), extra);
+        Ok(Report { results: Vec::new(), ..report })
     }
 }

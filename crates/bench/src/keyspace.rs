@@ -1,5 +1,5 @@
 //! The keys of a run. All have the same prefix. No keys with this prefix exist before the run, and the run deletes all
-//! of them at its end.
+//! of them at its end, unless `--existing` or `--keep` is given.
 
 use std::{
     future::Future,
@@ -30,6 +30,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Maximum number of keys per DeleteRange request. Deleting a million keys at once would block the server for too long.
 const DELETED_KEYS_MAX: i64 = 5_000;
+
+/// Maximum number of keys per Range request that reads mod revisions.
+const READ_KEYS_MAX: i64 = 10_000;
 
 /// Number of concurrent clients that write keys: enough for the server to commit many keys at once.
 const LOAD_CLIENTS: usize = 256;
@@ -69,6 +72,32 @@ impl KeySpace {
         let request = RangeRequest { key: self.key(0, 0), count_only: true, ..RangeRequest::default() };
         let answer = setup_request("reading the revision", client, client.kv.clone().range(request)).await?;
         Ok(answer.header.unwrap_or_default().revision)
+    }
+
+    /// Reads the mod revisions of the first `keys` keys of client 0; 0 means that the key does not exist.
+    pub async fn mod_revisions(&self, client: &Client, keys: usize) -> Result<Vec<i64>, Error> {
+        let mut revisions = vec![0; keys];
+        let (mut key, range_end) = (self.key(0, 0), self.key(0, keys as u64));
+        loop {
+            let request = RangeRequest {
+                key,
+                range_end: range_end.clone(),
+                limit: READ_KEYS_MAX,
+                keys_only: true,
+                ..RangeRequest::default()
+            };
+            let page = setup_request("reading mod revisions", client, client.kv.clone().range(request)).await?;
+            for kv in &page.kvs {
+                let Some(number) = sequence(&kv.key) else { continue };
+                if let Some(revision) = revisions.get_mut(number) {
+                    *revision = kv.mod_revision;
+                }
+            }
+            match page.kvs.last() {
+                Some(last) if page.more => key = [last.key.as_ref(), b"\0"].concat().into(),
+                _ => return Ok(revisions),
+            }
+        }
     }
 
     /// Fails if there are keys with the prefix; with `purge`, deletes them instead.
@@ -133,6 +162,12 @@ impl KeySpace {
             None => Ok(()),
         }
     }
+}
+
+/// Returns the sequence number in a key of [`KeySpace::key`].
+fn sequence(key: &[u8]) -> Option<usize> {
+    let (_, digits) = key.split_last_chunk::<10>()?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
 /// Sends a request outside the measured loop, with a timeout.
@@ -205,5 +240,7 @@ mod tests {
         let keys = KeySpace::new("bench/".to_owned());
         assert!(keys.key(0, 9) < keys.key(0, 10));
         assert!(keys.key(9, 10) < keys.key(10, 0));
+        assert_eq!(sequence(&keys.key(7, 4_999)), Some(4_999));
+        assert_eq!(sequence(b"bench/000007"), None);
     }
 }

@@ -146,7 +146,7 @@ impl OperationKind {
 
 impl Kubernetes {
     pub async fn measure(&self, bench: &Bench) -> Result<Report, Error> {
-        self.load(bench).await?;
+        let pod_revisions = self.load(bench).await?;
         let events = Arc::new(Mutex::new(Events::default()));
         // Aborts the readers when dropped.
         let _readers = self.start_watches(bench, &events).await?;
@@ -159,7 +159,7 @@ impl Kubernetes {
         });
         let values = Values::new(filler_value);
         let worker = |number| MixWorker {
-            mix: OperationMix::new(bench, self, values.clone(), number),
+            mix: OperationMix::new(bench, self, values.clone(), &pod_revisions, number),
             by_kind: Arc::clone(&by_kind),
         };
         bench.observe(&run, run.drive(bench.workers(worker), &bench.interrupt)).await;
@@ -171,9 +171,13 @@ impl Kubernetes {
             ("pods", self.pods as f64),
             ("watches", self.watches() as f64),
             ("events", received.count as f64),
+            ("retries", all.counts.retries as f64),
         ]);
         let mut report = bench.report("kubernetes", POD_BYTES, &all, extra);
-        let recorders = by_kind.recorders.lock();
+        let mut recorders = by_kind.recorders.lock();
+        for recorder in recorders.iter_mut() {
+            run.extend(recorder);
+        }
         report.results.extend(
             OperationKind::ALL.iter().zip(recorders.iter()).map(|(kind, recorder)| Row::new(kind.name(), recorder)),
         );
@@ -202,9 +206,10 @@ impl Kubernetes {
         self.pods
     }
 
-    /// Writes the pods.
-    pub async fn load(&self, bench: &Bench) -> Result<(), Error> {
-        bench.load(self.pods, POD_BYTES).await
+    /// Writes the pods. Returns their mod revisions, which kube-apiserver knows as well when it updates pods.
+    pub async fn load(&self, bench: &Bench) -> Result<Vec<i64>, Error> {
+        bench.load(self.pods, POD_BYTES).await?;
+        bench.keys.mod_revisions(&bench.pool.client(0), self.pods).await
     }
 
     /// Opens the watches and starts their readers. The readers are aborted when the set is dropped.
@@ -299,11 +304,17 @@ impl Values {
 }
 
 impl OperationMix {
-    pub fn new(bench: &Bench, cluster: &Kubernetes, values: Values, number: usize) -> Self {
+    /// Returns the operations of the client with this number. `pod_revisions` contains the mod revision of each pod.
+    pub fn new(bench: &Bench, cluster: &Kubernetes, values: Values, pod_revisions: &[i64], number: usize) -> Self {
+        let clients = bench.plan.clients;
+        let mut swap = CompareAndSwap::new(bench.pool.client(number));
+        for (pod, revision) in pod_revisions.iter().enumerate().skip(number).step_by(clients) {
+            swap.learn(bench.keys.key(PODS, pod as u64), *revision);
+        }
         Self {
-            swap: CompareAndSwap::new(bench.pool.client(number)),
+            swap,
             keys: Arc::clone(&bench.keys),
-            cluster: Cluster { nodes: cluster.nodes(), pods: cluster.pods, clients: bench.plan.clients },
+            cluster: Cluster { nodes: cluster.nodes(), pods: cluster.pods, clients },
             number,
             sequence: 0,
             values,

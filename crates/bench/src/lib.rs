@@ -2,6 +2,7 @@
 //!
 //! The same command runs against Orlop and etcd, so the results are comparable. A run checks that no keys with its
 //! prefix exist, writes the keys that the scenario reads, runs the scenario, prints the results and deletes the keys.
+//! With `--existing` it uses the keys of an earlier run and deletes none.
 //! Every run uses the same keys in the same order.
 //!
 //! The load generator usually shares the machine with the server, so it must use little CPU: one task per client
@@ -125,7 +126,8 @@ async fn run_scenario(common: &Common, scenario: &Scenario) -> Result<(), Error>
     };
     let measured = scenario.measure(&bench).await;
     let printed = measured.and_then(|report| print(&report, common.json));
-    let cleared = if common.keep { Ok(()) } else { bench.keys.clear(&mut bench.pool.client(0)).await };
+    let keeps_keys = common.keep || common.existing;
+    let cleared = if keeps_keys { Ok(()) } else { bench.keys.clear(&mut bench.pool.client(0)).await };
     printed.and(cleared)
 }
 
@@ -163,8 +165,5 @@ impl Scenario {
 
 fn print(report: &Report, json: bool) -> Result<(), Error> {
     output::print(&if json { output::json_line(report)? } else { report.to_string() })?;
-    match &report.first_error {
-        Some(error) if report.results.iter().all(|row| row.count == 0) => Err(Error::NothingSucceeded(error.clone())),
-        _ => Ok(()),
-    }
+    report.check()
 }

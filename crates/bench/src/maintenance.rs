@@ -17,8 +17,8 @@ use crate::{
 };
 use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DefragmentRequest};
 
-/// Maximum duration of a phase. Compacting or defragmenting a large store takes minutes.
-const PHASE_TIME_MAX: Duration = Duration::from_secs(600);
+/// Maximum duration of a compaction or a defragmentation. That of a large store takes minutes.
+const OPERATION_TIME_MAX: Duration = Duration::from_secs(600);
 
 #[derive(Debug, clap::Args)]
 pub struct Maintenance {
@@ -43,10 +43,11 @@ impl Maintenance {
         let Some(duration) = bench.plan.limits.duration else {
             return Err(Error::Flags("the first phase needs a duration: use --duration instead of --total".to_owned()));
         };
-        self.run_phase(bench, wait(bench.plan.limits.warmup)).await?;
-        let baseline = bench.measure_cpu(self.run_phase(bench, wait(duration))).await?;
-        let compacting = self.run_phase(bench, compact(bench)).await?;
-        let defragmenting = self.run_phase(bench, defragment(bench)).await?;
+        let warmup = bench.plan.limits.warmup;
+        self.run_phase(bench, warmup, wait(warmup)).await?;
+        let baseline = bench.measure_cpu(self.run_phase(bench, duration, wait(duration))).await?;
+        let compacting = Box::pin(self.run_phase(bench, OPERATION_TIME_MAX, limited(bench, compact(bench)))).await?;
+        let defragmenting = self.run_phase(bench, OPERATION_TIME_MAX, limited(bench, defragment(bench))).await?;
 
         let p99 = |phase: &Phase| phase.puts.latency.value_at_quantile(0.99) as f64;
         let extra = BTreeMap::from([
@@ -64,17 +65,18 @@ impl Maintenance {
         Ok(report)
     }
 
-    /// Puts until `operation` is completed.
+    /// Puts until `operation` is completed, which takes at most `time_max`.
     async fn run_phase(
         &self,
         bench: &Bench,
+        time_max: Duration,
         operation: impl Future<Output = Result<(), Error>>,
     ) -> Result<Phase, Error> {
         let began = Instant::now();
-        let run = Run::begin(Limits { total: None, duration: Some(PHASE_TIME_MAX), warmup: Duration::ZERO });
+        let run = Run::begin(Limits { total: None, duration: Some(time_max), warmup: Duration::ZERO });
         let operating = async {
             let outcome = tokio::select! {
-                outcome = timeout(PHASE_TIME_MAX, operation) => outcome.unwrap_or_else(|_| Err(timed_out(bench))),
+                outcome = operation => outcome,
                 () = bench.interrupt.wait() => Err(Error::Interrupted),
             };
             run.stop();
@@ -86,9 +88,12 @@ impl Maintenance {
     }
 }
 
-fn timed_out(bench: &Bench) -> Error {
-    let error = format!("not completed within {PHASE_TIME_MAX:?}");
-    Error::Step { step: "compacting or defragmenting", endpoint: bench.pool.endpoints(), error }
+/// Fails if the operation takes longer than [`OPERATION_TIME_MAX`].
+async fn limited(bench: &Bench, operation: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+    timeout(OPERATION_TIME_MAX, operation).await.unwrap_or_else(|_| {
+        let error = format!("not completed within {OPERATION_TIME_MAX:?}");
+        Err(Error::Step { step: "compacting or defragmenting", endpoint: bench.pool.endpoints(), error })
+    })
 }
 
 async fn wait(duration: Duration) -> Result<(), Error> {

@@ -1,6 +1,6 @@
 //! The scenario `range`: lists all keys, in one request, in pages or at an old revision.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use tonic::Status;
 
@@ -90,6 +90,9 @@ struct Lister {
 }
 
 impl Worker for Lister {
+    /// An operation receives all keys.
+    const SILENCE_MAX: Duration = Duration::from_secs(600);
+
     async fn step(&mut self, _started: u64) -> Result<OpCounts, Status> {
         let mut counts = OpCounts::default();
         for Page { request, kvs } in &self.pages {

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt, time::Duration};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use crate::{closed_loop::Recorder, output::number, server_cpu::ServerCpu};
+use crate::{closed_loop::Recorder, error::Error, output::number, server_cpu::ServerCpu};
 
 /// The results of one scenario.
 #[derive(Debug, Serialize)]
@@ -17,6 +17,8 @@ pub struct Report {
     pub value_size: usize,
     /// Whether the user ended the run with Ctrl-C.
     pub interrupted: bool,
+    /// One row for each kind of operation; first that of all operations, if there is one. Empty in a scenario without
+    /// operations.
     pub results: Vec<Row>,
     /// Additional metrics of the scenario, by name. A name ends with the unit, if there is one.
     #[serde(flatten)]
@@ -167,6 +169,20 @@ pub fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3
 }
 
+impl Report {
+    /// Fails if an operation failed, or if the run ended by itself and measured none.
+    pub fn check(&self) -> Result<(), Error> {
+        match &self.first_error {
+            Some(error) if self.results.iter().all(|row| row.count == 0) => Err(Error::NothingSucceeded(error.clone())),
+            Some(error) => Err(Error::PartlyFailed(error.clone())),
+            None if !self.interrupted && self.results.first().is_some_and(|row| row.count == 0) => {
+                Err(Error::NothingMeasured)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { scenario, clients, connections, value_size, .. } = self;
@@ -175,9 +191,11 @@ impl fmt::Display for Report {
             f,
             "{scenario}: endpoints={endpoints} clients={clients} connections={connections} value_size={value_size}"
         )?;
-        let mut lines = vec![Row::TITLES.map(str::to_owned)];
-        lines.extend(self.results.iter().map(Row::cells));
-        write_table(f, &lines)?;
+        if !self.results.is_empty() {
+            let mut lines = vec![Row::TITLES.map(str::to_owned)];
+            lines.extend(self.results.iter().map(Row::cells));
+            write_table(f, &lines)?;
+        }
         for row in &self.results {
             row.write_histogram(f)?;
         }
@@ -279,6 +297,35 @@ mod tests {
     fn row_without_operations_is_zero() {
         let row = Row::new("get", &Recorder::new(Instant::now()));
         assert_eq!((row.count, row.per_sec, row.p50_ms, row.max_ms), (0, 0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn failed_and_empty_runs_are_errors() {
+        let check = |count, errors, interrupted| {
+            let start = Instant::now();
+            let mut recorder = Recorder::new(start);
+            for _ in 0..count {
+                recorder.succeed(Duration::from_millis(1), start);
+            }
+            recorder.fail(errors, || "gone".to_owned());
+            let results = vec![Row::new("put", &recorder)];
+            let report = Report { interrupted, results, first_error: recorder.first_error, ..report() };
+            report.check().map_err(|error| error.to_string()).err()
+        };
+        for (count, errors, interrupted, want) in [
+            (2, 0, false, None),
+            (0, 0, true, None),
+            (0, 0, false, Some("no operation was completed in the measured time")),
+            (2, 1, false, Some("some operations failed, or the run is incomplete: gone")),
+            (2, 1, true, Some("some operations failed, or the run is incomplete: gone")),
+            (0, 1, false, Some("no operation succeeded: gone")),
+        ] {
+            assert_eq!(check(count, errors, interrupted).as_deref(), want, "{count} {errors} {interrupted}");
+        }
+        // A scenario without operations.
+        let idle = Report { interrupted: false, results: Vec::new(), first_error: None, ..report() };
+        assert!(idle.check().is_ok());
+        assert!(!idle.to_string().contains("operation"), "{idle}");
     }
 
     #[test]

@@ -127,10 +127,14 @@ impl Soak {
             () = interrupt.wait() => return Err(Error::Interrupted),
         };
         let mut runs = Vec::new();
-        for kind in kinds {
+        for &kind in &kinds {
             runs.push(self.run_server(&test_bed, kind, common, interrupt));
         }
-        let results = futures_util::future::try_join_all(runs).await?;
+        // The failure of one server does not end the tests of the others.
+        let results = futures_util::future::join_all(runs).await.into_iter().zip(&kinds);
+        let results =
+            results.map(|(result, kind)| result.unwrap_or_else(|error| ServerResult::failed(kind.name(), &error)));
+        let results = results.collect();
         test_bed.close().await;
         Ok(self.report(results, interrupt))
     }

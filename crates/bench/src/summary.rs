@@ -7,6 +7,7 @@
 use std::marker::PhantomData;
 
 use bytes::Buf as _;
+use prost::encoding::decode_varint;
 use tonic::{
     Status,
     codec::{BufferSettings, Codec, DecodeBuf, Decoder},
@@ -175,16 +176,7 @@ impl<'a> Fields<'a> {
     }
 
     fn take_varint(&mut self) -> Option<u64> {
-        let mut value = 0;
-        for shift in (0..u64::BITS).step_by(7) {
-            let (&byte, rest) = self.0.split_first()?;
-            self.0 = rest;
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Some(value);
-            }
-        }
-        None
+        decode_varint(&mut self.0).ok()
     }
 
     fn take_bytes(&mut self, len: usize) -> Option<&'a [u8]> {

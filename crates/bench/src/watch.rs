@@ -119,7 +119,12 @@ impl Watch {
         let rounds = run.finish();
         let expected = rounds.latency.len() * self.watchers_per_key() as u64;
         deliveries.drain(expected, bench).await;
-        Ok(self.report(bench, &rounds, &deliveries.recorders.lock(), expected))
+        let mut recorders = deliveries.recorders.lock();
+        let Recorders { puts, events, lags } = &mut *recorders;
+        for recorder in [puts, events, lags] {
+            run.extend(recorder);
+        }
+        Ok(self.report(bench, &rounds, &recorders, expected))
     }
 
     fn keys(&self) -> usize {

@@ -172,13 +172,18 @@ impl Worker for Updater {
 /// Updates keys, each in a transaction that compares the mod_revision with the last known one.
 pub struct CompareAndSwap {
     pub client: Client,
-    /// The last known mod revisions. A key that this client has not written yet is absent.
+    /// The last known mod revisions. A key that does not exist yet is absent.
     mod_revisions: BTreeMap<Bytes, i64>,
 }
 
 impl CompareAndSwap {
     pub fn new(client: Client) -> Self {
         Self { client, mod_revisions: BTreeMap::new() }
+    }
+
+    /// Records the mod revision of a key that another client has written.
+    pub fn learn(&mut self, key: Bytes, mod_revision: i64) {
+        self.mod_revisions.insert(key, mod_revision);
     }
 
     /// Updates or creates the key. If the comparison fails, repeats with the current mod_revision until it succeeds.

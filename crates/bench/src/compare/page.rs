@@ -66,6 +66,9 @@ pub fn text(machine: &Machine, results: &Results, plots: Option<&[(&'static str,
     for table in &results.tables {
         text += &group(table);
     }
+    if results.interrupted {
+        text += "\ninterrupted: the results are incomplete\n";
+    }
     text + "\n"
 }
 

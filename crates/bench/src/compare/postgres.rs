@@ -81,14 +81,9 @@ impl Postgres {
         self.psql(&format!("DROP DATABASE {name} WITH (FORCE)")).await
     }
 
-    /// Returns the CPU time of all processes of the cluster in clock ticks, including processes that have ended.
-    pub fn cpu_ticks(&self) -> Result<u64, procfs::ProcError> {
-        let Some(id) = self.process.id().and_then(|id| i32::try_from(id).ok()) else { return Ok(0) };
-        let own = procfs::process::Process::new(id)?.stat()?;
-        let ended = own.cutime.unsigned_abs() + own.cstime.unsigned_abs();
-        let children = procfs::process::all_processes()?.filter_map(|process| process.ok()?.stat().ok());
-        let running: u64 = children.filter(|stat| stat.ppid == id).map(|stat| stat.utime + stat.stime).sum();
-        Ok(own.utime + own.stime + ended + running)
+    /// Returns the process id of the parent of all processes of the cluster.
+    pub fn pid(&self) -> Option<u32> {
+        self.process.id()
     }
 
     /// Returns the anonymous memory of all processes of the cluster, which does not include shared memory.

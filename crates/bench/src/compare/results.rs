@@ -23,6 +23,8 @@ pub struct Trial {
 #[derive(Debug, Default, Serialize)]
 pub struct Results {
     pub tables: Vec<Table>,
+    /// Whether the user ended the comparison: the results are those of the completed trials.
+    pub interrupted: bool,
     /// Number of repetitions, after trials during which the machine was slow.
     pub repeated_trials: usize,
     /// Time spent on repetitions, estimated from the first trials.

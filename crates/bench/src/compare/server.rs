@@ -10,6 +10,7 @@ use tokio::{
 };
 
 use super::{
+    postgres::Postgres,
     process::{free_port, stop},
     server_kind::ServerKind,
     test_bed::TestBed,
@@ -36,19 +37,11 @@ pub struct Server<'a> {
 
 /// A process of a server.
 struct Instance {
+    /// Dropped first: the process is killed before its directory is removed.
+    process: Child,
     home: TempDir,
     command: Vec<String>,
     port: u16,
-    process: Child,
-}
-
-/// The CPU time and the memory of a server.
-#[derive(Clone, Copy, Debug)]
-pub struct Usage {
-    /// CPU time since the start, including that of Postgres.
-    pub cpu: Duration,
-    /// Resident memory, without that of Postgres.
-    pub memory_mib: f64,
 }
 
 impl<'a> Server<'a> {
@@ -122,22 +115,24 @@ impl<'a> Server<'a> {
         self.datastore.as_ref().and(self.test_bed.postgres.as_ref())?.memory_bytes().ok()
     }
 
-    pub fn usage(&self) -> Result<Usage, Error> {
+    /// Returns the process ids of all instances, and that of Postgres if the server uses it.
+    pub fn pids(&self) -> Vec<u32> {
+        let postgres = self.datastore.as_ref().and(self.test_bed.postgres.as_ref());
+        let instances = self.instances.iter().filter_map(|instance| instance.process.id());
+        instances.chain(postgres.and_then(Postgres::pid)).collect()
+    }
+
+    /// Returns the anonymous memory of all instances, without that of Postgres. It does not include mapped files: their
+    /// pages belong to the kernel's cache of files, which a server that reads its file by system calls uses as well.
+    pub fn memory_mib(&self) -> Result<f64, Error> {
         let unreadable = |error: procfs::ProcError| Error::Io(io::Error::other(error));
-        let mut ticks = match (&self.datastore, &self.test_bed.postgres) {
-            (Some(_), Some(postgres)) => postgres.cpu_ticks().map_err(unreadable)?,
-            _ => 0,
-        };
         let mut kibibytes = 0;
         for instance in &self.instances {
             let id = instance.process.id().and_then(|id| i32::try_from(id).ok()).unwrap_or_default();
             let process = procfs::process::Process::new(id).map_err(unreadable)?;
-            let stat = process.stat().map_err(unreadable)?;
-            ticks += stat.utime + stat.stime;
-            kibibytes += process.status().map_err(unreadable)?.vmrss.unwrap_or_default();
+            kibibytes += process.status().map_err(unreadable)?.rssanon.unwrap_or_default();
         }
-        let seconds = ticks as f64 / procfs::ticks_per_second() as f64;
-        Ok(Usage { cpu: Duration::from_secs_f64(seconds), memory_mib: kibibytes as f64 / 1024.0 })
+        Ok(kibibytes as f64 / 1024.0)
     }
 
     /// Returns the size of the database, as reported by the Status method.

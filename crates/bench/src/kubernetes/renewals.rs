@@ -98,11 +98,13 @@ impl Renewals {
             return Err(Error::Flags(text.to_owned()));
         }
         // The default prefix is that of a real cluster.
-        let is_destructive = common.purge || common.existing;
-        if is_destructive && !common.has_prefix() {
-            let text =
-                format!("--purge and --existing delete all keys below {PREFIX}: confirm it with --prefix {PREFIX}");
-            return Err(Error::Flags(text));
+        let effect = match (common.purge, common.existing) {
+            (true, _) => Some("--purge deletes all keys"),
+            (false, true) => Some("--existing overwrites leases"),
+            (false, false) => None,
+        };
+        if let Some(effect) = effect.filter(|_| !common.has_prefix()) {
+            return Err(Error::Flags(format!("{effect} below {PREFIX}: confirm it with --prefix {PREFIX}")));
         }
         let mut plan = common.plan(CLIENTS_DEFAULT, None)?;
         plan.limits.duration = Some(common.duration.unwrap_or(DURATION_DEFAULT));
@@ -263,7 +265,8 @@ impl Load {
         let expected = expected + (self.renewed.load(Relaxed) - renewed_before) * self.watches as u64;
         let events_missing = self.drain(expected, bench).await;
         let cpu = bench.cpu.as_ref().map(|cpu| cpu.finish(renewals.latency.len()));
-        let events = std::mem::replace(&mut self.events.lock().recorder, Recorder::new(Instant::now()));
+        let mut events = std::mem::replace(&mut self.events.lock().recorder, Recorder::new(Instant::now()));
+        run.extend(&mut events);
         if let Some(error) = events.first_error {
             return Err(Error::Step { step: "watching leases", endpoint: bench.pool.endpoints(), error });
         }

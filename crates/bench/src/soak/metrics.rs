@@ -174,6 +174,11 @@ impl<'a> MetricsReader<'a> {
         Ok(Self { client: Pool::connect(target, 1).await?.client(0), server })
     }
 
+    /// Whether the connection to the server is lost. It is not reopened.
+    pub fn is_lost(&self) -> bool {
+        self.client.is_lost()
+    }
+
     pub async fn read(&self) -> Result<Sample, Error> {
         let request = async { self.client.get("/metrics").await.map(tonic::Response::new) };
         let page = MetricsPage::new(keyspace::setup_request("reading /metrics", &self.client, request).await?);

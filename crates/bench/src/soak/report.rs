@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::{metrics::Sample, verdict::Verdict};
-use crate::output::number;
+use crate::{error::Error, output::number};
 
 #[derive(Debug, Serialize)]
 pub struct SoakReport {
@@ -21,10 +21,15 @@ pub struct SoakReport {
 }
 
 /// The result of one server.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct ServerResult {
     pub server: &'static str,
     pub operations: u64,
+    /// Number of operations at the configured rate until the end of the test.
+    pub operations_due: u64,
+    /// Number of operations that may be missing after a short pause of the server or the machine.
+    #[serde(skip)]
+    pub pause_operations: u64,
     pub events: u64,
     pub compactions: u64,
     /// Number of short-lived clients.
@@ -34,6 +39,8 @@ pub struct ServerResult {
     pub verdicts: Vec<Verdict>,
     /// Resources that the server had not released after all clients had disconnected.
     pub left_behind: Vec<String>,
+    /// Why the test could not be run.
+    pub not_run: Option<String>,
     pub samples: Vec<Sample>,
 }
 
@@ -45,14 +52,41 @@ impl SoakReport {
 }
 
 impl ServerResult {
+    /// Returns the result of a server whose test could not be run.
+    pub fn failed(server: &'static str, error: &Error) -> Self {
+        Self { server, not_run: Some(error.to_string()), ..Self::default() }
+    }
+
+    /// Returns the number of skipped operations if it is more than a tenth of those that were due, not counting those
+    /// of a short pause.
+    fn skipped(&self) -> Option<u64> {
+        let skipped = self.operations_due.saturating_sub(self.operations + self.errors);
+        (skipped > self.operations_due / 10 + self.pause_operations).then_some(skipped)
+    }
+
     fn problems(&self) -> Vec<String> {
         let rising = self.verdicts.iter().filter(|verdict| !verdict.is_flat).map(|verdict| {
             let Verdict { metric, unit, rise, allowed, .. } = verdict;
             format!("{metric} rose by {} {unit}, allowed: {}", number(*rise), number(*allowed))
         });
         let left = self.left_behind.iter().map(|resource| format!("not released: {resource}"));
-        let error = self.first_error.iter().map(|error| format!("{} operations failed: {error}", self.errors));
-        rising.chain(left).chain(error).map(|problem| format!("{}: {problem}", self.server)).collect()
+        let error = self.first_error.iter().map(|error| match self.errors {
+            // The error of a watch, which is not an operation.
+            0 => format!("a watch failed: {error}"),
+            errors => format!("{errors} operations failed: {error}"),
+        });
+        let skipped = self.skipped().map(|skipped| {
+            let due = self.operations_due;
+            format!("{skipped} of {due} operations were skipped because earlier ones took too long")
+        });
+        let not_run = self.not_run.iter().map(|error| format!("the test could not be run: {error}"));
+        rising
+            .chain(left)
+            .chain(error)
+            .chain(skipped)
+            .chain(not_run)
+            .map(|problem| format!("{}: {problem}", self.server))
+            .collect()
     }
 }
 
@@ -109,4 +143,32 @@ impl fmt::Display for ServerResult {
 
 fn signed(value: f64) -> String {
     if value < 0.0 { format!("-{}", number(-value)) } else { number(value) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(result: ServerResult, want: &[&str]) {
+        assert_eq!(ServerResult { server: "Orlop", ..result }.problems(), want);
+    }
+
+    #[test]
+    fn failures_and_skipped_operations_are_problems() {
+        let result = |operations, errors, first_error: Option<&str>| ServerResult {
+            operations,
+            operations_due: 10_000,
+            pause_operations: 200,
+            errors,
+            first_error: first_error.map(str::to_owned),
+            ..ServerResult::default()
+        };
+        check(result(10_000, 0, None), &[]);
+        check(result(8_800, 0, None), &[]);
+        let skipped = "Orlop: 1201 of 10000 operations were skipped because earlier ones took too long";
+        check(result(8_799, 0, None), &[skipped]);
+        check(result(8_000, 2_000, Some("put: gone")), &["Orlop: 2000 operations failed: put: gone"]);
+        check(result(10_000, 0, Some("the watch stream ended")), &["Orlop: a watch failed: the watch stream ended"]);
+    }
 }

@@ -32,6 +32,9 @@ const CHURN_PER_SEC: f64 = 4.0;
 /// Maximum time until the server has released the resources of disconnected clients. All leases expire within it.
 const RELEASE_TIME_MAX: Duration = Duration::from_secs(60);
 
+/// Length of a pause of the server or the machine, in seconds, whose skipped operations are not a problem.
+const PAUSE_SECS: u64 = 2;
+
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 pub struct ServerRun<'a> {
@@ -58,28 +61,37 @@ impl<'a> ServerRun<'a> {
 
     pub async fn run(self, name: &'static str) -> Result<ServerResult, Error> {
         let metrics = MetricsReader::open(&self.bench.target, self.server).await?;
-        self.cluster.load(&self.bench).await?;
+        let pod_revisions = self.cluster.load(&self.bench).await?;
         let before = metrics.read().await?;
         let readers = self.cluster.start_watches(&self.bench, &self.stats.events).await?;
         let began = Instant::now();
-        let mut tasks = self.spawn_clients(began);
+        let mut tasks = self.spawn_clients(began, &pod_revisions);
         let samples = self.sample(name, &metrics, began).await;
+        let operations_due = (began.elapsed().as_millis() * self.rate as u128 / 1_000).try_into().unwrap_or(u64::MAX);
         tasks.shutdown().await;
         drop(readers);
-        if self.server.is_none() {
-            self.bench.keys.clear(&mut self.bench.pool.client(0)).await?;
+        if self.server.is_none()
+            && let Err(error) = self.bench.keys.clear(&mut self.bench.pool.client(0)).await
+        {
+            self.stats.record_error("deleting keys", &Status::unknown(error.to_string()));
         }
-        let Self { bench, stats, schedule, .. } = self;
+        let Self { bench, stats, schedule, rate, .. } = self;
         let interrupt = bench.interrupt.clone();
         // Closes the connections.
         drop(bench);
-        let left_behind = wait_for_release(&metrics, &before, &interrupt).await?;
+        let left_behind = wait_for_release(&metrics, &before, &interrupt).await.unwrap_or_else(|error| {
+            stats.record_error("reading the metrics at the end", &Status::unknown(error.to_string()));
+            Vec::new()
+        });
         let verdicts = verdict::judge(&samples, schedule.compact_interval.as_secs_f64());
         let totals = std::mem::take(&mut *stats.totals.lock());
         let events = std::mem::take(&mut *stats.events.lock());
         Ok(ServerResult {
+            not_run: None,
             server: name,
             operations: totals.operations,
+            operations_due,
+            pause_operations: rate as u64 * PAUSE_SECS,
             events: events.count,
             compactions: totals.compactions,
             visits: totals.visits,
@@ -91,14 +103,14 @@ impl<'a> ServerRun<'a> {
         })
     }
 
-    fn spawn_clients(&self, began: Instant) -> JoinSet<()> {
+    fn spawn_clients(&self, began: Instant, pod_revisions: &[i64]) -> JoinSet<()> {
         let mut tasks = JoinSet::new();
         let values = Values::new(incompressible_value);
         let clients = self.bench.plan.clients;
         for number in 0..clients {
             let interval = Duration::from_secs_f64(clients as f64 / self.rate as f64);
             let first = began + interval.mul_f64(number as f64 / clients as f64);
-            let mix = OperationMix::new(&self.bench, &self.cluster, values.clone(), number);
+            let mix = OperationMix::new(&self.bench, &self.cluster, values.clone(), pod_revisions, number);
             tasks.spawn(operate(mix, first, interval, Arc::clone(&self.stats)));
         }
         tasks.spawn(compact(Arc::clone(&self.bench), self.schedule, Arc::clone(&self.stats)));
@@ -106,7 +118,7 @@ impl<'a> ServerRun<'a> {
         tasks
     }
 
-    /// Samples the metrics until the end of the test or Ctrl-C.
+    /// Samples the metrics until the end of the test, an interrupt or the loss of the server.
     async fn sample(&self, name: &str, metrics: &MetricsReader<'_>, began: Instant) -> Vec<Sample> {
         let mut samples = Vec::new();
         let until = began + self.schedule.total;
@@ -123,6 +135,9 @@ impl<'a> ServerRun<'a> {
                 Err(error) => {
                     eprintln!("{name}, after {:.0} s: {error}", began.elapsed().as_secs_f64());
                     self.stats.record_error("sampling metrics", &Status::unknown(error.to_string()));
+                    if metrics.is_lost() {
+                        return samples;
+                    }
                 }
             }
         }
