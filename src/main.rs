@@ -49,7 +49,7 @@ enum Command {
     /// Generate load on an etcd endpoint and report throughput and latency
     Bench(Box<bench::Args>),
 
-    /// Inspect or restore a snapshot
+    /// Save, inspect or restore a snapshot
     Snapshot(snapshot::Args),
 
     /// Copy a running etcd or Orlop into this server's database, follow it, and take over from it

@@ -12,7 +12,7 @@
 //! - [`response_body`]: sends a small response in one frame and a large response in chunks
 //! - [`frame`]: gRPC's framing of messages
 
-pub(super) mod deadline;
+pub(crate) mod deadline;
 pub(crate) mod frame;
 pub(super) mod metering;
 pub mod request_limits;

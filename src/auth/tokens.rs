@@ -16,7 +16,7 @@ use std::{
 
 use foldhash::fast::RandomState;
 use parking_lot::RwLock;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use tonic::Status;
 
 use super::keys::Keys;
@@ -33,11 +33,24 @@ const KNOWN_MAX: usize = 10_000;
 pub(super) struct Claims {
     username: String,
     /// The auth revision at which the token was given. Other issuers may write a number with a fraction.
+    #[serde(serialize_with = "as_integer")]
     revision: f64,
     /// Seconds since 1970 from which the token is no longer valid, and from which it is valid.
+    #[serde(serialize_with = "as_integers")]
     exp: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     nbf: Option<f64>,
+}
+
+/// Writes a number without a fraction, as etcd does.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn as_integer<S: Serializer>(number: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    as_integers(&Some(*number), serializer)
+}
+
+#[expect(clippy::ref_option, clippy::cast_possible_truncation, reason = "serde passes a reference; a cast saturates")]
+fn as_integers<S: Serializer>(number: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
+    number.map(|number| number as i64).serialize(serializer)
 }
 
 /// Gives and verifies tokens.
@@ -160,6 +173,14 @@ fn now_secs() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Programs that verify tokens may refuse fractions.
+    #[test]
+    fn numbers_of_claims_are_integers() {
+        let claims = Claims { username: "u".to_owned(), revision: 3.0, exp: Some(1_795_877_988.0), nbf: None };
+        let text = serde_json::to_string(&claims).expect("JSON");
+        assert_eq!(text, r#"{"username":"u","revision":3,"exp":1795877988}"#);
+    }
 
     #[test]
     fn looking_for_expired_tokens_is_no_use_of_the_others() {

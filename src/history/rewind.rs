@@ -6,14 +6,14 @@
 //! plan are read, to name those of others. Nothing is taken out of the log.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     io::{IsTerminal as _, Write as _},
 };
 
 use orlop_client::{Client, describe};
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        Compare, DeleteRangeRequest, LeaseLeasesRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        Compare, DeleteRangeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
         response_op::Response,
@@ -21,6 +21,7 @@ use orlop_wire::proto::client::{
     mvccpb::KeyValue,
     orlopb::HistoryChangesRequest,
 };
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::{
@@ -87,8 +88,8 @@ struct Rewind<'a> {
     to: i64,
     /// The revision of the state that is replaced.
     head: i64,
-    /// The leases that exist.
-    leases: HashSet<i64>,
+    /// Whether the leases of past pairs still exist. A list of all leases would need the right to read all their keys.
+    leases: Mutex<HashMap<i64, bool>>,
 }
 
 /// What a rewind would do or did.
@@ -106,9 +107,7 @@ impl<'a> Rewind<'a> {
     async fn new(args: &'a RewindArgs, source: &'a Source) -> Result<Self> {
         let to = source.revision_at(args.to).await?;
         let head = source.state().await?.revision;
-        let leases = source.client().leases().lease_leases(LeaseLeasesRequest {}).await;
-        let leases = leases.map_err(|status| describe(&status))?.into_inner().leases;
-        Ok(Self { args, source, to, head, leases: leases.into_iter().map(|lease| lease.id).collect() })
+        Ok(Self { args, source, to, head, leases: Mutex::default() })
     }
 
     async fn run(self) -> Result<Ending> {
@@ -174,14 +173,25 @@ impl<'a> Rewind<'a> {
 
     /// Returns the lease with which a pair is written: its own one, if that still exists.
     fn lease(&self, pair: &KeyValue) -> i64 {
-        if self.leases.contains(&pair.lease) { pair.lease } else { 0 }
+        if self.leases.lock().get(&pair.lease) == Some(&true) { pair.lease } else { 0 }
     }
 
-    fn needs_write(&self, difference: &Difference) -> bool {
-        match (&difference.old, &difference.new) {
-            (Some(now), Some(wanted)) => now.value != wanted.value || now.lease != self.lease(wanted),
-            _ => true,
+    /// Asks whether the lease of a past pair exists, unless that is known.
+    async fn look_up_lease(&self, id: i64) -> Result<()> {
+        if id == 0 || self.leases.lock().contains_key(&id) {
+            return Ok(());
         }
+        let answer = self.source.client().leases().lease_time_to_live(LeaseTimeToLiveRequest { id, keys: false }).await;
+        // The TTL of a lease that does not exist is -1.
+        let exists = answer.map_err(|status| describe(&status))?.into_inner().ttl >= 0;
+        self.leases.lock().insert(id, exists);
+        Ok(())
+    }
+
+    async fn needs_write(&self, difference: &Difference) -> Result<bool> {
+        let Some(wanted) = &difference.new else { return Ok(true) };
+        self.look_up_lease(wanted.lease).await?;
+        Ok(difference.old.as_ref().is_none_or(|now| now.value != wanted.value || now.lease != self.lease(wanted)))
     }
 
     /// Shows what is to be written, and counts it.
@@ -189,7 +199,7 @@ impl<'a> Rewind<'a> {
         let mut count = Count::default();
         let mut differences = self.differences().await?;
         while let Some(difference) = differences.next().await? {
-            if !self.needs_write(&difference) {
+            if !self.needs_write(&difference).await? {
                 continue;
             }
             if difference.new.is_some() {
@@ -212,7 +222,8 @@ impl<'a> Rewind<'a> {
         loop {
             let next = differences.next().await.map_err(|error| self.interrupted(&error.to_string(), &count))?;
             let Some(difference) = next else { break };
-            if !self.needs_write(&difference) {
+            let needed = self.needs_write(&difference).await;
+            if !needed.map_err(|error| self.interrupted(&error.to_string(), &count))? {
                 continue;
             }
             let len = difference.key().len() * 2 + difference.new.as_ref().map_or(0, |pair| pair.value.len());

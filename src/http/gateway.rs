@@ -6,6 +6,7 @@
 //! streaming response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
 
 mod memory;
+mod metadata;
 mod text;
 pub mod values;
 
@@ -15,7 +16,7 @@ use axum::{
     Router,
     body::{Body, BodyDataStream},
     extract::{Path, Request, State},
-    http::{HeaderMap, HeaderName, Method, StatusCode, header},
+    http::{HeaderMap, Method, StatusCode, header},
     response::{IntoResponse as _, Response},
     routing::any,
 };
@@ -31,6 +32,7 @@ use tower::ServiceExt as _;
 
 use self::{
     memory::{Memory, Reserved},
+    metadata::metadata,
     text::Text,
     values::Values,
 };
@@ -158,6 +160,7 @@ impl Gateway {
     async fn call(&self, method: &str, request: Request) -> Result<Response, Status> {
         let described = self.describe(method)?;
         let (head, body) = request.into_parts();
+        let metadata = metadata(&head.headers)?;
         // Counts the text of a request until it is converted.
         let mut partial = PartialRequest::new(&self.partial_requests);
         let body = if described.is_client_streaming() {
@@ -175,7 +178,7 @@ impl Gateway {
             .body(body)
             .map_err(|error| Status::internal(error.to_string()))?;
         let (mut grpc_head, body) = request.into_parts();
-        grpc_head.headers.extend(metadata(&head.headers));
+        grpc_head.headers.extend(metadata);
         // The name in a client's certificate is not passed on: as in etcd, requests through the gateway need a token.
         if let Some(remote) = head.extensions.get::<Remote>() {
             grpc_head.extensions.insert(remote.clone());
@@ -198,22 +201,6 @@ impl Gateway {
             .and_then(|service| service.methods().find(|known| known.name() == name))
             .ok_or_else(|| Status::unimplemented(format!("unknown method {method}")))
     }
-}
-
-/// Returns the gRPC metadata: the headers `authorization` and `grpc-timeout`, and those with the prefix `grpc-metadata-`.
-fn metadata(headers: &HeaderMap) -> HeaderMap {
-    const PREFIX: &str = "grpc-metadata-";
-    let mut metadata = HeaderMap::new();
-    for (name, value) in headers {
-        let name = match name.as_str().strip_prefix(PREFIX) {
-            Some(name) => HeaderName::try_from(name).ok(),
-            None => (name == header::AUTHORIZATION || name == "grpc-timeout").then(|| name.clone()),
-        };
-        if let Some(name) = name {
-            metadata.append(name, value.clone());
-        }
-    }
-    metadata
 }
 
 /// Parses a message from JSON. Empty input is an empty message.

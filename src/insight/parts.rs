@@ -58,6 +58,13 @@ pub struct ServerState {
 }
 
 impl ServerState {
+    /// Returns the version of a server that is not known to be an Orlop. Both have this version of etcd's API, and only
+    /// their metrics tell them apart.
+    pub(crate) fn unnamed_version(&self) -> String {
+        let has_metrics = self.keys.is_some();
+        if has_metrics { format!("etcd {}", self.version) } else { format!("API of etcd {}, no metrics", self.version) }
+    }
+
     /// Returns the sizes and the used part of the quota as text. `unknown`: the word for a quota that is not reported.
     pub(crate) fn size_text(&self, unknown: &str) -> String {
         let quota = match self.db_size_quota {

@@ -12,7 +12,7 @@ pub(super) fn simple(status: &Status, now: SystemTime) -> String {
     let server = &status.server;
     let version = match &server.orlop_version {
         Some(version) => format!("Orlop {version}, API of etcd {}", server.version),
-        None => format!("etcd {}", server.version),
+        None => server.unnamed_version(),
     };
     let compact_revision = match server.compact_revision {
         Some(..0) => NONE.to_owned(),

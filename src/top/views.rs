@@ -73,7 +73,7 @@ pub(super) fn title(figures: &Figures) -> String {
     let server = &figures.now.server;
     let version = match &server.orlop_version {
         Some(version) => format!("Orlop {version}"),
-        None => format!("etcd {}", server.version),
+        None => server.unnamed_version(),
     };
     let database = server.database.as_ref().map(|database| format!(", {database}")).unwrap_or_default();
     format!("{}  {version}{database}  {} UTC", figures.now.endpoint, time_of_day(figures.now.unix_ms))

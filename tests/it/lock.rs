@@ -123,12 +123,17 @@ async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
         .output();
     let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("headers are text");
     assert!(answer.contains("grpc-status: 4") && answer.contains("context%20deadline%20exceeded"), "{answer}");
-    let asked = Command::new("curl")
-        .args(["--silent", "--max-time", "30", "--write-out", "%{http_code}", "--header", "grpc-timeout: 300m"])
-        .args(["--data", r#"{"name": "ZG9vcg==", "lease": "17"}"#, &format!("{}/v3/lock/lock", server.endpoint())])
-        .output();
-    let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("the answer is text");
-    assert!(answer.contains("context deadline exceeded") && answer.ends_with("504"), "{answer}");
+    for (time, error, status) in
+        [("300m", "context deadline exceeded", "504"), ("1s", "invalid grpc-timeout: 1s", "400")]
+    {
+        let asked = Command::new("curl")
+            .args(["--silent", "--max-time", "30", "--write-out", "%{http_code}"])
+            .args(["--header", &format!("Grpc-Timeout: {time}"), "--data", r#"{"name": "ZG9vcg==", "lease": "17"}"#])
+            .arg(format!("{}/v3/lock/lock", server.endpoint()))
+            .output();
+        let answer = String::from_utf8(asked.await.expect("curl can be started").stdout).expect("the answer is text");
+        assert!(answer.contains(error) && answer.ends_with(status), "{answer}");
+    }
     wait_for_keys(&client, "door/", 1).await;
 }
 

@@ -46,7 +46,11 @@ pub fn passed() -> Status {
 
 /// Returns the client's timeout, which has up to eight digits and a unit in gRPC; `None` for any other text.
 fn timeout(headers: &HeaderMap) -> Option<Duration> {
-    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    parse(headers.get("grpc-timeout")?.to_str().ok()?)
+}
+
+/// Parses up to eight digits and a unit.
+pub fn parse(text: &str) -> Option<Duration> {
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     if number.len() > 8 || !number.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;

@@ -92,7 +92,7 @@ fn tiles(figures: &Figures) -> Markup {
         Some(revision) => revision.to_string(),
     };
     let version = server.orlop_version.as_ref().map_or_else(
-        || format!("etcd {}", server.version),
+        || server.unnamed_version(),
         |version| format!("Orlop {}", version.split(' ').next().unwrap_or_default()),
     );
     html! {

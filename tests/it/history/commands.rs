@@ -385,6 +385,10 @@ async fn past_needs_the_right_to_read(backend: Backend) {
         let grant = AuthUserGrantRoleRequest { user: name.to_owned(), role: name.to_owned() };
         client.auth.user_grant_role(grant).await.expect("a grant");
     }
+    // The user may not read the key of this lease.
+    client.lease.lease_grant(LeaseGrantRequest { id: 7, ttl: 1_000 }).await.expect("a lease");
+    let other = PutRequest { key: "/other".into(), lease: 7, ..Default::default() };
+    client.kv.put(other).await.expect("a put");
     let perm = Some(Permission { perm_type: 0, key: "/a/".into(), range_end: "/a0".into() });
     let grant = AuthRoleGrantPermissionRequest { name: "user".to_owned(), perm };
     client.auth.role_grant_permission(grant).await.expect("a permission");
@@ -397,6 +401,7 @@ async fn past_needs_the_right_to_read(backend: Backend) {
         (&["diff", "/a/", "--from", "2", "--user", "user:secret"], 1, ""),
         (&["get", "/c", "--user", "user:secret"], 2, "permission denied"),
         (&["history", "/", "--user", "user:secret"], 2, "permission denied"),
+        (&["rewind", "/a/", "--to", "2", "--dry-run", "--user", "user:secret"], 1, ""),
         (&["rewind", "/a/", "--to", "2", "-y", "--user", "user:secret"], 2, "permission denied"),
         (&["rewind", "/a/", "--to", "2", "-y", "--user", "root:secret"], 0, ""),
     ];
