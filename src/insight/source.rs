@@ -28,6 +28,8 @@ use super::{
 
 /// Maximum time of a read, without sizes.
 const READ_MAX: Duration = Duration::from_secs(5);
+/// Maximum time of a part that may be missing.
+const PART_MAX: Duration = Duration::from_secs(4);
 /// Maximum time to wait for sizes if they are awaited.
 const SIZES_WAIT_MAX: Duration = Duration::from_secs(120);
 /// Time between two reads of the sizes. The server caches them for longer if they are expensive.
@@ -133,6 +135,12 @@ impl Source {
     }
 }
 
+/// Waits for a part, which may take longer than the others while the server cannot reach its database.
+async fn in_time<T>(part: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let late = |_| Err(Status::deadline_exceeded(format!("no answer within {} s", PART_MAX.as_secs())));
+    timeout(PART_MAX, Box::pin(part)).await.unwrap_or_else(late)
+}
+
 async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
     let (mut maintenance, mut cluster) = (client.maintenance(), client.cluster());
     let (mut insight, mut second, mut third, mut fourth) =
@@ -140,12 +148,12 @@ async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
     let limit = wanted.rows_max;
     let (status, page, listed, watchers, slow, leases, members) = tokio::join!(
         maintenance.status(StatusRequest {}),
-        client.metrics(),
-        cluster.member_list(MemberListRequest::default()),
-        insight.watchers(pb::WatchersRequest { limit }),
-        second.slow_requests(pb::SlowRequestsRequest {}),
-        third.expiring_leases(pb::ExpiringLeasesRequest { limit }),
-        fourth.members(pb::MembersRequest {}),
+        in_time(client.metrics()),
+        in_time(cluster.member_list(MemberListRequest::default())),
+        in_time(insight.watchers(pb::WatchersRequest { limit })),
+        in_time(second.slow_requests(pb::SlowRequestsRequest {})),
+        in_time(third.expiring_leases(pb::ExpiringLeasesRequest { limit })),
+        in_time(fourth.members(pb::MembersRequest {})),
     );
     let status = status?.into_inner();
     let mut missing = BTreeMap::new();

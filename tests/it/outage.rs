@@ -101,6 +101,18 @@ async fn metrics_and_status_do_not_wait_for_a_silent_database() {
     assert_eq!((status.leader, status.errors), (0, vec!["etcdserver: no leader".to_owned()]));
 }
 
+/// Some parts of the screen need the database, and one of them waits for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn top_shows_an_outage() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    postgres.stop();
+    let mut top = tokio::process::Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let shown = top.args(["top", "--once", "--interval", "100ms", "--endpoints", server.endpoint()]).output().await;
+    let shown = shown.expect("orlop is built with the tests");
+    assert!(String::from_utf8_lossy(&shown.stdout).contains("etcdserver: no leader"), "{shown:?}");
+}
+
 /// A client's library ends a watch that is refused, so the answer waits for the database.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_of_a_user_is_created_after_the_outage() {
