@@ -190,8 +190,12 @@ impl<'a> Rewind<'a> {
 
     async fn needs_write(&self, difference: &Difference) -> Result<bool> {
         let Some(wanted) = &difference.new else { return Ok(true) };
+        let now = difference.old.as_ref();
+        if now.is_some_and(|now| (&now.value, now.lease) == (&wanted.value, wanted.lease)) {
+            return Ok(false);
+        }
         self.look_up_lease(wanted.lease).await?;
-        Ok(difference.old.as_ref().is_none_or(|now| now.value != wanted.value || now.lease != self.lease(wanted)))
+        Ok(now.is_none_or(|now| now.value != wanted.value || now.lease != self.lease(wanted)))
     }
 
     /// Shows what is to be written, and counts it.

@@ -10,7 +10,6 @@ use std::{
 use bytes::Bytes;
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_client::{Client, ServerFlags};
-use orlop_core::files::folder_of;
 use orlop_wire::proto::client::{etcdserverpb::SnapshotRequest, orlopb::HistorySnapshotRequest};
 use tempfile::NamedTempFile;
 use tokio::{
@@ -22,7 +21,7 @@ use tonic::{Code, Status};
 use super::{
     Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, publish,
 };
-use orlop_core::clock::now;
+use orlop_core::{clock::now, files::folder_of};
 
 /// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);

@@ -9,7 +9,7 @@
 //! file repeats the checksum of the files before it.
 //!
 //! A crash may interrupt the last write, which was not acknowledged then. Any other damage may hide acknowledged
-//! requests. The two are told apart as etcd does it.
+//! requests. etcd tells the two apart in the same way.
 
 use std::{
     collections::BTreeMap,

@@ -192,4 +192,16 @@ async fn origins_and_hosts_are_limited_as_by_etcd(backend: Backend) {
     client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("gRPC is not limited");
 }
 
-on_both_backends!(answers_equal_those_of_etcd, watch_streams_events, origins_and_hosts_are_limited_as_by_etcd);
+/// With status 200 alone, a client would take the end of its watch for a regular one.
+async fn unreadable_watch_ends_with_its_error(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let answer = http(server.endpoint(), "POST", "/v3/watch", "x").await;
+    assert!(answer.body.contains("\"error\""), "{answer:?}");
+}
+
+on_both_backends!(
+    unreadable_watch_ends_with_its_error,
+    answers_equal_those_of_etcd,
+    watch_streams_events,
+    origins_and_hosts_are_limited_as_by_etcd
+);

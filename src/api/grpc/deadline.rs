@@ -11,7 +11,6 @@ use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
 /// The time until which a call may last; `None` if the client named none.
-#[derive(Default)]
 pub struct Deadline(Option<Pin<Box<Sleep>>>);
 
 impl Deadline {
@@ -25,7 +24,7 @@ impl Deadline {
         self.0.as_mut().is_some_and(|sleep| sleep.as_mut().poll(context).is_ready())
     }
 
-    /// Serves a call until the deadline. After it, a call is not begun.
+    /// Serves a call until the deadline. A call that is answered at once needs no timer.
     ///
     /// # Errors
     ///
@@ -33,7 +32,8 @@ impl Deadline {
     pub async fn limit<T>(&mut self, served: impl Future<Output = T>) -> Result<T, Status> {
         let mut served = std::pin::pin!(served);
         std::future::poll_fn(|context| {
-            if self.has_passed(context) { Poll::Ready(Err(passed())) } else { served.as_mut().poll(context).map(Ok) }
+            let polled = served.as_mut().poll(context);
+            if polled.is_pending() && self.has_passed(context) { Poll::Ready(Err(passed())) } else { polled.map(Ok) }
         })
         .await
     }

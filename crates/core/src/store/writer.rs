@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn transaction_that_lists_keys_is_refused_while_earlier_lists_hold_the_memory() {
+    async fn transaction_that_lists_keys_is_refused_only_while_earlier_lists_hold_the_memory() {
         let shared = Arc::new(Shared { read_memory: ReadMemory::with_limit(10), ..shared(0) });
         let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
         let list = || {
@@ -387,7 +387,10 @@ mod tests {
                 projection: Projection::KeysOnly,
                 consistency: Consistency::Linearizable,
             };
-            let nested = TxnRequest { compares: vec![], success: vec![Op::Range(keys)], failure: vec![] };
+            // Its value, which is read from the log, already takes more than the memory of lists.
+            let value = RangeRequest { projection: Projection::Full, ..keys.clone() };
+            let success = vec![Op::Range(keys), Op::Range(value)];
+            let nested = TxnRequest { compares: vec![], success, failure: vec![] };
             let Request::Put(put) = put("other") else { unreachable!("it is a put") };
             let success = vec![Op::Put(put), Op::Txn(nested)];
             queue.submit(&Caller::Server, Request::Txn(TxnRequest { compares: vec![], success, failure: vec![] }))
