@@ -242,7 +242,7 @@ impl Target {
             ))
         };
         let row = match self.last_row {
-            Some(last) if last.revision == revision => RowId::new(revision, last.sub + 1),
+            Some(last) if last.revision == revision => last.next(),
             _ if revision == head.next() => RowId::new(revision, 0),
             _ => return Err(wrong(&"a revision is missing")),
         };

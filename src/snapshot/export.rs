@@ -164,7 +164,7 @@ async fn part(store: &FrozenStore, place: Place) -> Result<Option<(Part, Place)>
             let last = rows.last().map(|last| last.change.row);
             rows.retain(|row| row.is_below(compacted));
             let next = last.filter(|last| last.revision < compacted);
-            let next = next.map(|last| Place::ArchivedRows(RowId::new(last.revision, last.sub + 1)));
+            let next = next.map(|last| Place::ArchivedRows(last.next()));
             Some((Part::Archive(ArchivePart::Rows(rows)), next.unwrap_or(Place::Moments(Revision(0)))))
         }
         (Place::Moments(after), Some(archive)) => {

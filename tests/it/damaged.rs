@@ -10,7 +10,10 @@ use std::{
 };
 
 use orlop_wire::proto::client::{
-    etcdserverpb::{AlarmRequest, AlarmType, CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest},
+    etcdserverpb::{
+        AlarmRequest, AlarmType, CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        request_op::Request,
+    },
     mvccpb::KeyValue,
 };
 use sqlx::{
@@ -221,6 +224,30 @@ async fn page_that_hides_rows_is_refused() {
         }
     }
     assert!(hidden > 5, "{hidden}");
+}
+
+/// The last row that a start reads has the highest number that a change can have.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn row_with_the_highest_number_is_read() {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    let put = |key: &str| RequestOp {
+        request: Some(Request::RequestPut(PutRequest { key: key.to_owned().into(), ..Default::default() })),
+    };
+    let txn = TxnRequest { success: vec![put("a"), put("b")], ..Default::default() };
+    client.kv.txn(txn).await.expect("a transaction");
+    let compaction = CompactionRequest { revision: 2, physical: true };
+    client.kv.compact(compaction).await.expect("a compaction");
+    assert!(server.terminate().await.success());
+    let file = server.data_dir().join("orlop.db");
+    let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("the file opens");
+    connection.execute("UPDATE kv_log_more SET sub = 4294967295").await.expect("a statement");
+    connection.close().await.expect("the connection closes");
+    let folder = tempfile::tempdir().expect("a folder");
+    match start(folder.path(), &fs::read(&file).expect("a file can be read")).await {
+        Start::Served(kvs) => assert_eq!(kvs.len(), 2),
+        Start::Refused(text) => assert!(text.contains("`orlop check`"), "{text}"),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

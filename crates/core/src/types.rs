@@ -55,6 +55,14 @@ impl RowId {
     pub const fn new(revision: Revision, sub: u32) -> Self {
         Self { revision, sub }
     }
+
+    /// Returns the lowest row behind this one, whether the log contains it or not.
+    pub const fn next(self) -> Self {
+        match self.sub.checked_add(1) {
+            Some(sub) => Self { sub, ..self },
+            None => Self::new(self.revision.next(), 0),
+        }
+    }
 }
 
 /// A row and the revision at which it was superseded.

@@ -1,14 +1,15 @@
 //! CPU profiles: stacks of the threads that run, sampled with the `pprof` crate, in the format of `go tool pprof`.
 //!
-//! The profiler interrupts the process with SIGPROF. It walks the stacks with the unwind tables of the executable, which
-//! it reads before the first sample, and checks each address before it reads it. It needs a temporary directory.
+//! The profiler interrupts the process with SIGPROF. It walks the stacks with the unwind tables of the executable and
+//! checks each address before it reads it. It needs a temporary directory.
 
-use std::{collections::HashMap, io::Write as _, time::Duration};
+use std::{collections::HashMap, fmt::Display, io::Write as _, sync::OnceLock, time::Duration};
 
 use flate2::{Compression, write::GzEncoder};
-use pprof::{ProfilerGuardBuilder, Report, Symbol};
+use pprof::{ProfilerGuard, ProfilerGuardBuilder, Report, Symbol};
 use prost::Message;
-use tokio::time::sleep;
+use signal_hook::{consts::SIGPROF, low_level::raise};
+use tokio::{task::spawn_blocking, time::sleep};
 
 /// Samples per second of CPU time. Not a divisor of 100, so that samples do not coincide with periodic tasks.
 const FREQUENCY: i32 = 99;
@@ -35,14 +36,15 @@ pub(super) fn duration(seconds: Option<&str>) -> Result<Duration, String> {
 ///
 /// A text for the client, for example if another profile is being recorded.
 pub(super) async fn record(duration: Duration) -> Result<Vec<u8>, String> {
-    let failed = |error: &dyn std::fmt::Display| format!("cannot record a CPU profile: {error}");
-    let profiler = ProfilerGuardBuilder::default().frequency(FREQUENCY).build().map_err(|error| {
+    let failed = |error: &dyn Display| format!("cannot record a CPU profile: {error}");
+    // To start a profiler takes milliseconds, to find the names of functions takes longer.
+    let started = spawn_blocking(start).await.map_err(|error| failed(&error))?;
+    let profiler = started.map_err(|error| {
         let is_running = matches!(error, pprof::Error::Running);
         if is_running { failed(&"another one is being recorded") } else { failed(&format!("{error}; {NEEDS}")) }
     })?;
     sleep(duration).await;
-    // Finding the names of functions takes long.
-    let built = tokio::task::spawn_blocking(move || {
+    let built = spawn_blocking(move || {
         let report = profiler.report().build().map_err(|error| error.to_string())?;
         drop(profiler);
         let mut gzip = GzEncoder::new(Vec::new(), Compression::fast());
@@ -50,6 +52,26 @@ pub(super) async fn record(duration: Duration) -> Result<Vec<u8>, String> {
         gzip.finish().map_err(|error| error.to_string())
     });
     built.await.map_err(|error| failed(&error))?.map_err(|error| failed(&error))
+}
+
+/// Starts the profiler.
+fn start() -> pprof::Result<ProfilerGuard<'static>> {
+    static HAS_TABLES: OnceLock<()> = OnceLock::new();
+    if HAS_TABLES.get().is_none() {
+        read_unwind_tables()?;
+        HAS_TABLES.get_or_init(|| ());
+    }
+    ProfilerGuardBuilder::default().frequency(FREQUENCY).build()
+}
+
+/// Makes the profiler read the unwind tables, which it does in the handler of the first signal. That opens files and
+/// allocates memory, so the signal must not interrupt an allocation: it is raised here.
+fn read_unwind_tables() -> pprof::Result<()> {
+    // The timer's first signal comes after a second of CPU time.
+    let profiler = ProfilerGuardBuilder::default().frequency(1).build()?;
+    raise(SIGPROF)?;
+    drop(profiler);
+    Ok(())
 }
 
 // The messages of https://github.com/google/pprof/blob/main/proto/profile.proto, with the fields that are used. Texts are

@@ -238,7 +238,16 @@ impl Server {
 }
 
 impl Drop for Server {
+    /// Ends the process. If the test failed, its output shows what became of the server.
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            let state = match self.process.try_wait() {
+                Ok(Some(status)) => format!("had ended ({status})"),
+                Ok(None) => "was running".to_owned(),
+                Err(error) => format!("cannot be waited for ({error})"),
+            };
+            println!("the server at {} {state}; the end of its log:\n{}", self.endpoint, self.log_tail());
+        }
         self.kill();
     }
 }

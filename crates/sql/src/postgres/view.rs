@@ -105,7 +105,7 @@ impl History for PostgresView {
         loop {
             let changes = self.limited(read::replay_page(connection, next)).await?;
             let Some(last) = changes.last() else { return Ok(meta) };
-            next = RowId::new(last.row.revision, last.row.sub + 1);
+            next = last.row.next();
             visit(&meta, changes)?;
         }
     }

@@ -45,7 +45,7 @@ pub(super) async fn replay(connection: &mut SqliteConnection, from: Revision, vi
         let rows_max = rows::replay_rows(packed.longest);
         let changes = unpacked(packed)?;
         let Some(last) = changes.last() else { return Ok(meta) };
-        let next = RowId::new(last.row.revision, last.row.sub + 1);
+        let next = last.row.next();
         // SQLite's thread reads the next rows while these are visited. Both take about the same time.
         let mut reading = pin!(packed_rows(&mut *connection, next, rows_max));
         let read = poll!(reading.as_mut());

@@ -411,12 +411,11 @@ impl PageEnd {
 
     /// Returns the row with which the next page begins.
     fn next(&self) -> Option<RowId> {
-        let RowId { revision, sub } = self.last?;
-        Some(match self.order {
-            Order::OldestFirst if sub == u32::MAX => RowId::new(revision.next(), 0),
-            Order::OldestFirst => RowId::new(revision, sub + 1),
-            Order::NewestFirst if sub == 0 => RowId::new(revision.prev(), u32::MAX),
-            Order::NewestFirst => RowId::new(revision, sub - 1),
+        let last = self.last?;
+        Some(match (self.order, last.sub.checked_sub(1)) {
+            (Order::OldestFirst, _) => last.next(),
+            (Order::NewestFirst, Some(sub)) => RowId { sub, ..last },
+            (Order::NewestFirst, None) => RowId::new(last.revision.prev(), u32::MAX),
         })
     }
 }
