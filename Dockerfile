@@ -22,14 +22,15 @@ WORKDIR /src
 COPY .cargo/config.toml .cargo/config.toml
 COPY Cargo.toml Cargo.lock build.rs ./
 COPY proto proto
-COPY migrations migrations
 COPY crates crates
 COPY src src
 # The manifest names these; the image does not build them.
 COPY benches benches
 COPY fuzz fuzz
 COPY tests/it/main.rs tests/it/main.rs
-COPY scripts/release scripts/release_files.py scripts/release_sbom.py scripts/tools_venv.py scripts/
+COPY scripts/release scripts/release_files.py scripts/release_sbom.py scripts/third-party scripts/tools_venv.py scripts/
+COPY LICENSE LICENSE
+COPY packaging/licences packaging/licences
 # build.rs puts it into `orlop --version`; the image contains no git.
 ENV ORLOP_COMMIT=${REVISION}
 # The target directory is a cache and not part of the layer, so the same step copies the binary out of it.
@@ -40,12 +41,13 @@ RUN --mount=type=cache,id=orlop-registry,target=/usr/local/cargo/registry,sharin
       arm64) arch=aarch64 ;; \
       *) echo "no binary for ${TARGETARCH}" >&2; exit 1 ;; \
     esac \
-    && install -d -m 0755 /out && install -d -m 0700 /out/data \
-    && scripts/release --compile /out/orlop --arch "${arch}"
+    && install -d -m 0755 /out/doc && install -d -m 0700 /out/data \
+    && scripts/release --compile /out/orlop --arch "${arch}" \
+    && scripts/third-party >/out/doc/THIRD-PARTY && cp LICENSE /out/doc
 
 # Contains only the public root certificates (for Postgres with sslmode=verify-full), the user and time zones.
 FROM gcr.io/distroless/static-debian12:nonroot
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0-dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="orlop" \
       org.opencontainers.image.description="etcd's v3 API over a log in SQLite or Postgres" \
@@ -55,6 +57,7 @@ LABEL org.opencontainers.image.title="orlop" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=build /out/orlop /usr/local/bin/orlop
+COPY --from=build /out/doc /usr/share/doc/orlop
 # A volume created from the image gets the owner of the directory.
 COPY --from=build --chown=65532:65532 /out/data /var/lib/orlop
 # 127.0.0.1 in a container cannot be reached from outside. Any setting overrides these, in a file, too.

@@ -1,6 +1,6 @@
 # Image for both architectures: `docker buildx bake` builds it, `docker buildx bake --push` also publishes it.
 #
-#     REGISTRY=registry.example/ VERSION=0.2.0 REVISION=$(git rev-parse --short=12 HEAD) docker buildx bake --push
+#     REGISTRY=registry.example/ REVISION=$(git rev-parse --short=12 HEAD) docker buildx bake --push
 
 # Ends with a slash.
 variable "REGISTRY" {
@@ -8,7 +8,7 @@ variable "REGISTRY" {
 }
 
 variable "VERSION" {
-  default = "0.2.0"
+  default = "0.3.0-dev"
 }
 
 # Commit that `orlop --version` prints.

@@ -50,7 +50,7 @@ deny:
 advisories:
     cargo deny check advisories
 
-# Build the tarballs, Debian packages and SBOMs of both architectures in target/dist: `just release --arch x86_64` builds one.
+# Build the tarballs, Debian packages and SBOMs of both architectures in target/dist: `just release --trial --arch x86_64` builds one, without the conditions of a release.
 release *args:
     scripts/release {{ args }}
 
@@ -110,7 +110,7 @@ hostile:
     cargo build --release
     ORLOP_HOSTILE_LONG=1 ORLOP_TEST_SERVER=$PWD/target/release/orlop cargo test --test it hostile -- --nocapture --test-threads 1 | grep -o '| .* |$'
 
-# Fuzz a target (requests, txn, gateway, settings, snapshot, objects) for a number of seconds; needs a nightly Rust and cargo-fuzz.
+# Fuzz a target (requests, txn, gateway, token, settings, snapshot, objects) for a number of seconds; needs a nightly Rust and cargo-fuzz.
 fuzz target secs="600":
     cargo test -p orlop-fuzz seeds_are_written -- --ignored
     cargo +nightly fuzz run --features libfuzzer --sanitizer none {{ target }} -- -max_total_time={{ secs }} -print_final_stats=1

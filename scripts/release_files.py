@@ -7,12 +7,15 @@ import io
 import os
 import struct
 import subprocess
+import sys
 import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Architectures as `uname -m` prints them, which is also how Rust's targets begin.
+TARGETS = {arch: f"{arch}-unknown-linux-musl" for arch in ("x86_64", "aarch64")}
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # Segment types: content that is loaded, and the path of the dynamic loader, which a static binary lacks.
 PT_LOAD = 1
@@ -29,14 +32,12 @@ def epoch() -> int:
 
 
 def texts(binary: Path) -> dict[str, bytes]:
-    """Returns the manual page and the completions, which the binary prints, by their names in a tarball."""
-    commands = {"man/orlop.1": ["man"]} | {
-        f"completions/{name}": ["completions", shell]
+    """Returns the texts that programs print, by their names in a tarball: manual page, completions, other licences."""
+    commands = {"man/orlop.1": [binary, "man"], "THIRD-PARTY": [sys.executable, ROOT / "scripts/third-party"]} | {
+        f"completions/{name}": [binary, "completions", shell]
         for shell, name in {"bash": "orlop", "zsh": "_orlop", "fish": "orlop.fish"}.items()
     }
-    return {
-        name: subprocess.run([binary, *args], check=True, capture_output=True).stdout for name, args in commands.items()
-    }
+    return {name: subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout for name, words in commands.items()}
 
 
 def tarball(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:
@@ -112,6 +113,7 @@ def debian_files(binary: Path, texts: dict[str, bytes]) -> dict[str, tuple[int, 
         "usr/share/zsh/vendor-completions/_orlop": (0o644, texts["completions/_orlop"]),
         "usr/share/fish/vendor_completions.d/orlop.fish": (0o644, texts["completions/orlop.fish"]),
         f"{doc}/copyright": (0o644, (ROOT / "LICENSE").read_bytes()),
+        f"{doc}/THIRD-PARTY.gz": (0o644, compressed(texts["THIRD-PARTY"])),
         f"{doc}/changelog.gz": (0o644, compressed((ROOT / "CHANGELOG.md").read_bytes())),
         f"{doc}/README.md.gz": (0o644, compressed((ROOT / "README.md").read_bytes())),
     }

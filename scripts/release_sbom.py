@@ -38,9 +38,9 @@ BUNDLED = [
 
 
 def write(path: Path, version: str, target: str, binary: Path) -> None:
-    metadata = command("cargo", "metadata", "--locked", "--format-version", "1", "--filter-platform", target)
-    packages = {package["id"]: package for package in metadata["packages"]}
-    graph = crates(metadata, packages, used(target))
+    resolved = metadata(target)
+    packages = {package["id"]: package for package in resolved["packages"]}
+    graph = crates(resolved, packages, used(target))
     root = next(package_id for package_id in graph if packages[package_id]["name"] == "orlop")
     checksums = {
         (package["name"], package["version"]): package.get("checksum")
@@ -79,7 +79,8 @@ def write(path: Path, version: str, target: str, binary: Path) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def command(*words: str) -> dict:
+def metadata(target: str) -> dict:
+    words = ["cargo", "metadata", "--locked", "--format-version", "1", "--filter-platform", target]
     return json.loads(subprocess.run(words, check=True, capture_output=True, cwd=ROOT).stdout)
 
 
@@ -149,6 +150,10 @@ def generic(name: str, version: str, licence: str) -> dict:
     reference = f"pkg:generic/{name}@{version}"
     entry = {"type": "library", "bom-ref": reference, "name": name, "version": version, "purl": reference}
     return {**entry, "licenses": [{"expression": licence}]}
+
+
+def licence(component: dict) -> str:
+    return component["licenses"][0]["expression"]
 
 
 def standard_library() -> dict:

@@ -14,6 +14,11 @@ ETCDCTL = ROOT / "target/tools/etcd/usr/bin/etcdctl"
 ATTEMPTS = 30
 
 
+def require_etcdctl() -> None:
+    if not ETCDCTL.is_file():
+        sys.exit(f"{Path(sys.argv[0]).name}: {ETCDCTL} does not exist; run `just etcd`")
+
+
 def free_endpoint() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -18,12 +18,13 @@ pub use self::{
     tokens::Tokens,
 };
 use crate::{
-    api::status::from_store,
+    api::status::{AUTH_NOT_ENABLED, NO_PASSWORD_USER, WRONG_PASSWORD, from_store},
     net::{CertificateUser, Remote},
 };
 use orlop_core::{
     auth::{self, Caller},
     store::{self, Store},
+    types::shown,
 };
 
 /// The metadata in which etcd's clients send a token.
@@ -103,15 +104,15 @@ impl Authenticator {
         let mut authority = store.confirmed_authority().await.map_err(from_store)?;
         loop {
             if !authority.state().enabled {
-                return Err(Status::failed_precondition("etcdserver: authentication is not enabled"));
+                return Err(AUTH_NOT_ENABLED.into());
             }
-            let Some(found) = authority.state().users.get(user) else { return Err(wrong_password()) };
+            let Some(found) = authority.state().users.get(user) else { return Err(WRONG_PASSWORD.into()) };
             let auth::Password::Hash(hash) = &found.password else {
-                return Err(Status::unknown("auth: authentication failed, password was given for no password user"));
+                return Err(NO_PASSWORD_USER.into());
             };
             if !self.passwords.check(remote, password.clone(), hash.clone()).await? {
-                tracing::info!(user = shown(user), "invalid password");
-                return Err(wrong_password());
+                tracing::info!(user = shown(user.as_bytes()), "invalid password");
+                return Err(WRONG_PASSWORD.into());
             }
             // The check takes long: the password may have been changed, or the user deleted.
             let now = store.confirmed_authority().await.map_err(from_store)?;
@@ -128,13 +129,4 @@ impl Authenticator {
 
 fn token(headers: &HeaderMap) -> Option<&HeaderValue> {
     headers.get(TOKEN).or_else(|| headers.get(header::AUTHORIZATION))
-}
-
-fn wrong_password() -> Status {
-    Status::invalid_argument("etcdserver: authentication failed, invalid user ID or password")
-}
-
-/// Formats a name for logs.
-fn shown(name: &str) -> String {
-    orlop_core::types::shown(name.as_bytes())
 }

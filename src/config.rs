@@ -17,6 +17,7 @@ mod variables;
 use std::{path::PathBuf, time::Duration};
 
 use figment::{Figment, providers::Serialized};
+use orlop_core::store::{self, CompactionRate, SlowThresholds};
 use serde::{Deserialize, Serialize};
 
 pub use self::{
@@ -36,6 +37,7 @@ use self::{
     file::{ConfigFile, Language},
     variables::Variables,
 };
+use crate::auth::BCRYPT_COST;
 
 /// All settings, with their defaults.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
@@ -148,11 +150,12 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
+        let (compaction, slow) = (CompactionRate::default(), SlowThresholds::default());
         Self {
             name: String::new(),
             data_dir: "orlop-data".into(),
             datastore_endpoint: Secret::default(),
-            datastore_poll_interval: Interval(Duration::from_millis(100)),
+            datastore_poll_interval: Interval(store::Settings::POLL_INTERVAL),
             datastore_connections: 8,
             unsafe_no_fsync: false,
             listen_client_urls: List(vec![ListenUrl::Tcp("127.0.0.1:2379".to_owned(), Scheme::Plain)]),
@@ -167,7 +170,7 @@ impl Default for Settings {
             max_request_bytes: 1_572_864,
             max_txn_ops: 128,
             watch_progress_notify_interval: Interval(Duration::from_secs(600)),
-            value_cache_bytes: 256 << 20,
+            value_cache_bytes: store::Settings::VALUE_CACHE_BYTES,
             worker_threads: 0,
             log_level: "info".to_owned(),
             log_format: LogFormat::Auto,
@@ -177,8 +180,8 @@ impl Default for Settings {
             quota_backend_bytes: 0,
             auto_compaction_mode: AutoCompactionMode::Periodic,
             auto_compaction_retention: "0".to_owned(),
-            compaction_batch_limit: 1_000,
-            compaction_sleep_interval: Interval(Duration::from_millis(10)),
+            compaction_batch_limit: compaction.rows,
+            compaction_sleep_interval: Interval(compaction.pause),
             snapshot_interval: Interval(Duration::ZERO),
             snapshot_retention: 7,
             snapshot_dir: PathBuf::new(),
@@ -188,8 +191,8 @@ impl Default for Settings {
             max_concurrent_streams: u32::MAX,
             grpc_keepalive_interval: Interval(Duration::from_secs(2 * 60 * 60)),
             grpc_keepalive_timeout: Interval(Duration::from_secs(20)),
-            warning_apply_duration: Interval(Duration::from_millis(100)),
-            warning_unary_request_duration: Interval(Duration::from_millis(300)),
+            warning_apply_duration: Interval(slow.apply),
+            warning_unary_request_duration: Interval(slow.request),
             metrics: MetricsDetail::Basic,
             enable_pprof: false,
             enable_distributed_tracing: false,
@@ -210,8 +213,8 @@ impl Default for Settings {
             tls_min_version: TlsVersion::Tls12,
             tls_max_version: TlsVersion::Tls13,
             auth_token: AuthToken::Simple,
-            auth_token_ttl: 300,
-            bcrypt_cost: 10,
+            auth_token_ttl: Self::AUTH_TOKEN_TTL_SECS,
+            bcrypt_cost: BCRYPT_COST.into(),
         }
     }
 }
@@ -230,6 +233,9 @@ pub struct Notices {
 }
 
 impl Settings {
+    /// TTL of simple tokens if none is set, as in etcd.
+    pub const AUTH_TOKEN_TTL_SECS: u64 = 300;
+
     /// Merges all sources and checks the result.
     ///
     /// # Errors

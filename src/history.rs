@@ -10,14 +10,13 @@ mod rewind;
 mod selection;
 mod source;
 mod text;
-pub(crate) mod time;
+mod time;
 mod versions;
 
 use std::process::ExitCode;
 
 use clap::ValueEnum;
 
-pub(crate) use self::selection::shown_key;
 pub use self::{compare::DiffArgs, get::GetArgs, rewind::RewindArgs, versions::HistoryArgs};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

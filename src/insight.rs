@@ -12,7 +12,6 @@ mod figures;
 mod parts;
 mod source;
 
-pub(crate) use self::{counters::histograms, parts::printable, source::server_state};
 pub use self::{
     counters::{Calls, Counters, Histogram},
     figures::{Figures, Operation, Rates},
@@ -22,3 +21,4 @@ pub use self::{
     },
     source::{BEING_COLLECTED, SizesReader, Source, Wanted},
 };
+pub(crate) use self::source::server_state;

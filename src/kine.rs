@@ -26,7 +26,8 @@ use self::{
 };
 use crate::{
     config::{DatastoreFlags, Flags, Secret, Settings},
-    load::{Bounds, NewestRows, Rows, StoredRow, empty_database},
+    datastore::empty_database,
+    load::{Bounds, NewestRows, Rows, StoredRow},
     output::print,
 };
 

@@ -12,10 +12,12 @@
 //! - [`snapshot`], [`check`]: snapshots, which contain a log in one file; validation of a log
 //! - [`migrate`]: copies a running etcd or Orlop and takes over from it
 //! - [`kine`]: imports the table of a kine that has stopped; [`load`]: the rows of another store, made into those of a log
+//! - [`datastore`]: opens, creates and deletes the database that the settings name
+//! - [`history`]: `orlop history`, `diff`, `get` and `rewind`: past states of a store
 //! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
 //! - [`insight`], [`top`]: figures about a running server; `orlop top`, which shows them in a terminal
 //! - [`console`]: the web page: load, sizes, keys and their history, events
-//! - [`output`]: output of commands
+//! - [`output`], [`text`]: output of commands; values as texts for people
 
 /// The commit of the source.
 pub const COMMIT: &str = env!("ORLOP_COMMIT");
@@ -28,6 +30,7 @@ pub mod auth;
 pub mod check;
 pub mod config;
 pub mod console;
+pub mod datastore;
 pub mod history;
 pub mod http;
 pub mod insight;
@@ -42,4 +45,5 @@ pub mod server;
 pub mod snapshot;
 pub mod status;
 pub mod telemetry;
+pub mod text;
 pub mod top;

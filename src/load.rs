@@ -4,20 +4,15 @@
 //! every row follows from the one before. Where a store has a revision without a change, everything up to it becomes
 //! compacted, so that no reader sees the hole. Of the compact revision itself a log has all changes; those that the
 //! store's compaction has removed are replaced by deletes of keys that do not exist.
-//!
-//! Also opens databases by their kind: [`empty_database`] to be filled, [`view`] to be read.
 
 use std::{cmp::Ordering, collections::BTreeMap};
 
 use orlop_core::{
     auth::AuthState,
     index::{RowKind, ValidatedColumns},
-    log::{self, AuthMark, Inspect, Load, LoggedLease, Meta, Position},
+    log::{self, AuthMark, Load, LoggedLease, Meta, Position},
     types::{Change, ChangeKind, Key, Prev, Revision, RowId, shown},
 };
-use orlop_sql::{PostgresLoader, PostgresView, SqliteLoader, SqliteView};
-
-use crate::config::Datastore;
 
 /// Bytes of keys and values after which a batch of rows is added, and the maximum number of its rows.
 const BATCH_BYTES: usize = 1 << 20;
@@ -29,30 +24,6 @@ const MISSING_MAX: u32 = 1 << 16;
 const REPLACEMENT_PREFIX: &[u8] = b"\0missing change ";
 /// The lowest revision that can be a compact revision without changes: a delete there needs a revision before it.
 const COMPACTED_MIN: Revision = Revision(3);
-
-/// Creates the empty database of a new server.
-///
-/// # Errors
-///
-/// If the database is not empty, or cannot be written.
-pub async fn empty_database(datastore: &Datastore) -> log::Result<Box<dyn Load>> {
-    Ok(match datastore {
-        Datastore::Sqlite(file) => Box::new(SqliteLoader::database(file).await?),
-        Datastore::Postgres(endpoint) => Box::new(PostgresLoader::open(endpoint).await?),
-    })
-}
-
-/// Opens an existing database for reading, as of one moment.
-///
-/// # Errors
-///
-/// If the database cannot be read or contains no log of this version.
-pub async fn view(datastore: &Datastore) -> log::Result<Box<dyn Inspect>> {
-    Ok(match datastore {
-        Datastore::Sqlite(file) => Box::new(SqliteView::of_database(file).await?),
-        Datastore::Postgres(endpoint) => Box::new(PostgresView::of_database(endpoint).await?),
-    })
-}
 
 /// A row of another store.
 #[derive(Debug)]

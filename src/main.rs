@@ -1,6 +1,6 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::process::ExitCode;
+use std::{process::ExitCode, sync::Arc};
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
@@ -111,7 +111,8 @@ enum Command {
     /// Check the integrity of a store, running or not, without writing to it
     ///
     /// Reads the database: every row of every table, with SQLite also the whole file and its WAL. It finds the database as
-    /// the server does: in --config-file, then in ORLOP_* variables, then in flags; without any, it is orlop-data/orlop.db.
+    /// the server does: in --config-file, then in ETCD_* and ORLOP_* variables, then in flags; without any, it is
+    /// orlop-data/orlop.db.
     /// The last line is "The store is sound." or "The store is damaged: N findings."
     ///
     /// Exit status: 0 the store is sound, 1 it is damaged, 2 the check could not run.
@@ -144,9 +145,10 @@ fn main() -> ExitCode {
     let deprecated = deprecated_flags(&words);
     let matches = command.get_matches_from(words);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let ignored = IgnoredFlags::of(matches.subcommand_matches("serve").unwrap_or(&matches));
     let outcome = match cli.command {
-        None => serve(&cli.flags, &IgnoredFlags::of(&matches), &deprecated),
-        Some(Command::Serve(flags)) => serve(&flags, &IgnoredFlags::default(), &deprecated),
+        None => serve(&cli.flags, &ignored, &deprecated),
+        Some(Command::Serve(flags)) => serve(&flags, &ignored, &deprecated),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Migrate(args)) => migrate(*args),
@@ -210,7 +212,10 @@ fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {
 }
 
 fn command() -> clap::Command {
-    Cli::command().args(ignored_flag_definitions()).mut_subcommand("bench", bench::hide_rejected_flags)
+    Cli::command()
+        .args(ignored_flag_definitions())
+        .mut_subcommand("serve", |serve| serve.args(ignored_flag_definitions()))
+        .mut_subcommand("bench", bench::hide_rejected_flags)
 }
 
 fn serve(flags: &Flags, ignored: &IgnoredFlags, deprecated: &[String]) -> Outcome {
@@ -247,7 +252,7 @@ fn warn_of_settings(ignored: &IgnoredFlags, deprecated: &[String], notices: &Not
 fn serve_until_signal(settings: Settings) -> Outcome {
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {
-        let shutdown = shutdown_signal()?;
+        let shutdown = shutdown_signal(|| {})?;
         server::serve(settings, shutdown).await?;
         Ok(())
     });
@@ -261,8 +266,14 @@ fn migrate(args: migrate::Args) -> Outcome {
     supervise::log_panics();
     let runtime = runtime(settings.worker_threads)?;
     let outcome = runtime.block_on(async {
-        let shutdown = shutdown_signal()?;
-        Box::pin(migrate::run(args, settings, shutdown)).await
+        let alarmed = migrate::Alarmed::default();
+        let left = Arc::clone(&alarmed);
+        let shutdown = shutdown_signal(move || {
+            if !left.lock().is_empty() {
+                eprintln!("orlop: {}", migrate::ALARM_REMAINS);
+            }
+        })?;
+        Box::pin(migrate::run(args, settings, alarmed, shutdown)).await
     });
     runtime.shutdown_background();
     outcome
@@ -274,7 +285,7 @@ fn serve_console(args: console::command::Args) -> Outcome {
     supervise::log_panics();
     let runtime = runtime(1)?;
     let outcome = runtime.block_on(async {
-        let shutdown = shutdown_signal()?;
+        let shutdown = shutdown_signal(|| {})?;
         Box::pin(console::command::run(args, shutdown)).await
     });
     runtime.shutdown_background();
@@ -300,8 +311,9 @@ fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
     builder.worker_threads(threads).enable_all().build()
 }
 
-/// Returns a future that completes at the first SIGTERM or SIGINT; a second signal ends the process at once.
-fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
+/// Returns a future that completes at the first SIGTERM or SIGINT; a second signal ends the process at once, after
+/// `before_exit`.
+fn shutdown_signal(before_exit: impl Fn() + Send + 'static) -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let (first, done) = tokio::sync::oneshot::channel();
@@ -314,7 +326,10 @@ fn shutdown_signal() -> std::io::Result<impl Future<Output = ()>> {
             }
             match first.take() {
                 Some(first) => drop(first.send(())),
-                None => std::process::exit(1),
+                None => {
+                    before_exit();
+                    std::process::exit(1)
+                }
             }
         }
     });

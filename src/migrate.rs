@@ -32,6 +32,7 @@ use futures_util::{
     FutureExt as _,
     future::{BoxFuture, Shared},
 };
+use parking_lot::Mutex;
 use tokio::time::{interval, sleep};
 
 pub use self::command::Args;
@@ -44,9 +45,10 @@ use self::{
 };
 use crate::{
     config::Settings,
-    output::bytes,
-    server::{self, MissingArchive},
+    datastore::MissingArchive,
+    server,
     snapshot::{self, Content, HashCheck, Restored},
+    text::bytes,
 };
 use orlop_core::types::{LeaseId, Revision};
 
@@ -59,6 +61,9 @@ const RESTORE_INTERVAL: Duration = Duration::from_millis(250);
 /// the server may have accepted writes.
 const STILL_FENCED: &str = "; the source still refuses writes: start the server again, or, if no client has written to \
     the copy, run `etcdctl alarm disarm` at the source";
+
+/// Tells the operator what remains at the source when this process ends without clearing its alarm.
+pub const ALARM_REMAINS: &str = "the source may still refuse writes: run `etcdctl alarm disarm` at the source";
 
 /// When a migration ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +105,10 @@ type Result<T> = std::result::Result<T, Failure>;
 /// Completes at the first signal to stop.
 type Stop = Shared<BoxFuture<'static, ()>>;
 
+/// The members of the source whose alarm may be raised by this process. An alarm belongs to a member; any member can
+/// clear it. The handler of signals reads the set.
+pub type Alarmed = Arc<Mutex<BTreeSet<u64>>>;
+
 /// The state of a migration that outlives a connection.
 struct Migration {
     goal: Goal,
@@ -111,9 +120,7 @@ struct Migration {
     leases: BTreeMap<LeaseId, i64>,
     /// Whether the hashes were compared for [`Goal::CutOver`].
     is_verified: bool,
-    /// The members of the source whose alarm may be raised by this migration. An alarm belongs to a member;
-    /// any member can clear it.
-    alarmed: BTreeSet<u64>,
+    alarmed: Alarmed,
     /// Whether the source has confirmed that it refuses writes.
     is_fenced: bool,
     progress: Progress,
@@ -130,10 +137,11 @@ struct Arrival {
 ///
 /// # Errors
 ///
-/// A text for the operator.
+/// A text for the operator, also if `stop` completes before a migration with `--once` has reached its goal.
 pub async fn run(
     args: Args,
     settings: Settings,
+    alarmed: Alarmed,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let stop = stop.boxed().shared();
@@ -151,11 +159,17 @@ pub async fn run(
         end: None,
         leases: BTreeMap::new(),
         is_verified: false,
-        alarmed: BTreeSet::new(),
+        alarmed,
         is_fenced: false,
         progress: Progress::new(),
     };
-    let Arrival { cluster_id, head, leases } = match migration.migrate(&source, &place, &stop).await {
+    let migrated = tokio::select! {
+        biased;
+        migrated = migration.migrate(&source, &place, &stop) => migrated,
+        // Other migrations go on to a revision at which source and copy are compared.
+        () = stop.clone(), if args.goal() == Goal::Once => Err(stopped()),
+    };
+    let Arrival { cluster_id, head, leases } = match migrated {
         Ok(arrival) => arrival,
         Err(failure) => {
             migration.give_up(&source).await;
@@ -168,6 +182,8 @@ pub async fn run(
     }
     migration.progress.say(&format!("cut over at revision {head}: from now on {} is written", datastore.name()));
     let after_failure = if migration.is_fenced { STILL_FENCED } else { "" };
+    // From now on it must stay.
+    migration.alarmed.lock().clear();
     drop(migration);
     let leases = leases.into_keys().collect();
     let after_cut = AfterCut { source, cluster_id, next: head.next(), leases, writes: 0 };
@@ -177,6 +193,11 @@ pub async fn run(
         }
         never = after_cut.run() => match never {},
     }
+}
+
+/// The failure of a migration that a signal has ended.
+fn stopped() -> Failure {
+    Failure::Fatal("stopped before the copy was complete".to_owned())
 }
 
 impl Migration {
@@ -215,17 +236,16 @@ impl Migration {
 
     /// Lets the source accept writes after an error.
     async fn give_up(&mut self, source: &Source) {
-        if self.alarmed.is_empty() {
+        if self.alarmed.lock().is_empty() {
             return;
         }
+        self.progress.say("clearing the alarm at the source; a second signal ends the process at once");
         let cleared = match source.connect().await {
             Ok(session) => self.unfence(&session).await,
             Err(failure) => Err(failure),
         };
         if let Err(failure) = cleared {
-            self.progress.say(&format!(
-                "the source may still refuse writes, run `etcdctl alarm disarm`: its alarm could not be cleared: {failure}"
-            ));
+            self.progress.say(&format!("{ALARM_REMAINS}: its alarm could not be cleared: {failure}"));
         }
     }
 
@@ -321,7 +341,6 @@ impl Migration {
 
     /// Makes a copy from a snapshot of the source.
     async fn copy(&mut self, session: &Session, place: &Place<'_>, stop: &Stop) -> Result<Target> {
-        let stopped = || Err(Failure::Fatal("stopped before the copy was complete".to_owned()));
         let scratch = Scratch::new(&place.scratch_folder()?)?;
         let content = if place.keeps_history() { Content::LogAndArchive } else { Content::Log };
         let receiving = session.snapshot(content, scratch.path(), |received, to_come| {
@@ -329,7 +348,7 @@ impl Migration {
             self.progress.show(received, received + to_come, text);
         });
         let file = tokio::select! {
-            () = stop.clone(), if self.goal != Goal::Once => return stopped(),
+            () = stop.clone(), if self.goal != Goal::Once => return Err(stopped()),
             file = receiving => file?,
         };
         let rows = Arc::new(AtomicU64::new(0));
@@ -339,7 +358,7 @@ impl Migration {
         let mut ticks = interval(RESTORE_INTERVAL);
         let Restored { head, history } = loop {
             tokio::select! {
-                () = stop.clone(), if self.goal != Goal::Once => return stopped(),
+                () = stop.clone(), if self.goal != Goal::Once => return Err(stopped()),
                 restored = &mut restoring => break restored.map_err(|error| match error {
                     snapshot::Error::File(_) | snapshot::Error::Server(_) => Failure::Fatal(error.to_string()),
                     snapshot::Error::History(_) => Failure::Fatal(error.to_string()),

@@ -9,8 +9,9 @@ use orlop_sql::SqliteLog;
 
 use crate::{
     config::{Datastore, DatastoreFlags, Flags, Settings},
-    load,
-    output::{Format, bytes, print},
+    datastore,
+    output::{Format, print},
+    text::bytes,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -59,7 +60,7 @@ pub async fn defrag(args: DefragArgs) -> Result<()> {
 /// A text for the operator.
 pub async fn hashkv(args: HashArgs) -> Result<()> {
     let datastore = Settings::load(&Flags::from(args.datastore))?.datastore()?;
-    let view = load::view(&datastore).await?;
+    let view = datastore::view(&datastore).await?;
     let index = replay(&*view).await?.index;
     let at = if args.rev == 0 { ReadAt::Latest } else { ReadAt::Revision(Revision(args.rev)) };
     let revision = index.resolve(at).map_err(|unreadable| match unreadable {

@@ -41,25 +41,3 @@ pub fn print_to_reader(text: &[u8]) -> std::io::Result<Reader> {
         Err(error) => Err(error),
     }
 }
-
-/// Formats a size.
-pub fn bytes(bytes: i64) -> String {
-    const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
-    let (mut number, mut unit) = (bytes as f64, 0);
-    while number >= 1024.0 && unit + 1 < UNITS.len() {
-        (number, unit) = (number / 1024.0, unit + 1);
-    }
-    if unit == 0 { format!("{bytes} bytes") } else { format!("{number:.1} {}", UNITS[unit]) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_have_units() {
-        for (number, want) in [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")] {
-            assert_eq!(bytes(number), want);
-        }
-    }
-}

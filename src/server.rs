@@ -1,7 +1,6 @@
-//! The composition root: opens the log and the store, binds listeners, serves, and drains. The only module that depends
-//! on all others.
+//! Puts the modules of a server together: opens the log and the store, binds listeners, serves, and drains.
 
-mod datastore;
+mod open;
 
 use std::{fmt, io::Write as _, num::NonZeroUsize, path::PathBuf, pin::pin, sync::Arc, time::Duration};
 
@@ -19,6 +18,7 @@ use crate::{
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
     console::embedded::Page,
+    datastore::keep,
     http::{self, Access, Pprof, Starting},
     net::{self, ConnectionLimit, Listener, tls},
     snapshot::{Content, DatedFolder, Schedule},
@@ -32,13 +32,10 @@ use orlop_core::{
     watchdog::{Pulse, Watching},
 };
 
-use self::datastore::open_store;
-pub(crate) use self::datastore::{MissingArchive, keep, open_with_archive};
+use self::open::open_store;
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
-/// TTL of simple tokens in seconds if none is set, as in etcd.
-const AUTH_TOKEN_TTL_SECS: u64 = 300;
 /// Interval at which a task of the runtime reports to the watchdog.
 const RUNTIME_BEAT: Duration = Duration::from_secs(1);
 
@@ -240,7 +237,6 @@ fn start_watchdog(store: &Store) -> Result<Watching, Error> {
 }
 
 /// Notifies systemd (`Type=notify`) with a datagram to its socket.
-#[cfg(target_os = "linux")]
 fn notify_service_manager(state: &str) {
     use std::os::{
         linux::net::SocketAddrExt as _,
@@ -257,9 +253,6 @@ fn notify_service_manager(state: &str) {
         warn!(%error, state, "cannot notify the service manager");
     }
 }
-
-#[cfg(not(target_os = "linux"))]
-fn notify_service_manager(_: &str) {}
 
 /// The bound addresses.
 struct Listeners {
@@ -409,7 +402,10 @@ async fn authenticator(settings: &Settings, store: &Store) -> Result<Authenticat
         AuthToken::Simple => {
             let key = store.log().token_key().await;
             let key = key.map_err(|error| Error(format!("cannot read the key that signs tokens: {error}")))?;
-            let secs = if settings.auth_token_ttl == 0 { AUTH_TOKEN_TTL_SECS } else { settings.auth_token_ttl };
+            let secs = match settings.auth_token_ttl {
+                0 => Settings::AUTH_TOKEN_TTL_SECS,
+                secs => secs,
+            };
             Tokens::simple(&key, Duration::from_secs(secs)).map_err(Error)?
         }
         AuthToken::Jwt(jwt) => {

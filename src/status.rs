@@ -16,7 +16,7 @@ use crate::{
     output::{Format, print},
 };
 
-/// Number of kinds of requests whose durations are shown.
+/// Number of methods whose durations are shown.
 const SLOWEST_COUNT: usize = 3;
 
 #[derive(Debug, clap::Args)]
@@ -43,8 +43,6 @@ struct Status {
     /// Unix time; 0: none.
     last_snapshot: Option<i64>,
     slowest_requests: Vec<Durations>,
-    /// The server's alarms, by etcdctl's name: the same as `alarms`.
-    errors: Vec<String>,
 }
 
 /// Runs the command and prints its result.
@@ -80,7 +78,6 @@ fn status_of(endpoint: String, answer: StatusResponse, page: &MetricsPage) -> St
         last_compaction: number("etcd_debugging_mvcc_db_compaction_last"),
         last_snapshot: number("orlop_snapshot_last_timestamp_seconds"),
         slowest_requests: slowest(page, SLOWEST_COUNT),
-        errors: server.alarms.clone(),
         server,
     }
 }
@@ -97,13 +94,13 @@ mod tests {
             ..StatusResponse::default()
         };
         let page = "orlop_database_info{kind=\"SQL\rite\"} 1\n\
-             grpc_server_handling_seconds_count{grpc_method=\"Pu\x1bt\",grpc_type=\"unary\"} 1\n";
+             grpc_server_handling_seconds_count{grpc_method=\"Pu\x1bt\",grpc_service=\"KV\",grpc_type=\"unary\"} 1\n";
         let status = status_of("http://a:1".to_owned(), answer, &MetricsPage::new(page.to_owned()));
         assert_eq!((&*status.server.version, status.server.database.as_deref()), ("3.6 [2J", Some("SQL ite")));
-        assert_eq!((&*status.errors[0], &*status.slowest_requests[0].request), ("al arm", "Pu t"));
+        assert_eq!((&*status.server.alarms[0], &*status.slowest_requests[0].request), ("al arm", "KV/Pu t"));
         let json = serde_json::to_value(&status).expect("JSON");
         assert_eq!(
-            (&json["version"], &json["errors"][0], &json["isLeader"]),
+            (&json["version"], &json["alarms"][0], &json["isLeader"]),
             (&"3.6 [2J".into(), &"al arm".into(), &true.into())
         );
     }

@@ -4,7 +4,6 @@
 //! - [`screen`]: draws the tables with ratatui
 //! - [`terminal`]: keys, signals, and the loop that reads figures and draws
 
-pub(crate) mod format;
 mod screen;
 mod table;
 mod terminal;

@@ -16,10 +16,10 @@ use prost::Message;
 use prost_reflect::{DescriptorPool, MessageDescriptor};
 
 use orlop::{
-    api::{convert, grpc::request_limits, interval_check::check_intervals, watch},
+    api::{convert, grpc::field_limits, interval_check::check_intervals, watch},
     auth::Tokens,
     config::{Flags, Settings},
-    http::gateway::{self, values::Values},
+    http::gateway::{self, split::Values},
 };
 use orlop_core::{
     auth::{Caller, Credential},
@@ -162,7 +162,7 @@ pub fn txn(wire: &[u8]) {
     }
     let encoded = request.encode_to_vec();
     for ops_max in [2, TXN_OPS_MAX] {
-        let is_refused = request_limits::count_txn(&encoded, ops_max).is_err();
+        let is_refused = field_limits::count_txn(&encoded, ops_max).is_err();
         assert_eq!(is_refused, has_too_many_ops(&request, ops_max), "at most {ops_max} operations: {request:?}");
     }
     if has_too_many_ops(&request, TXN_OPS_MAX) {
@@ -188,7 +188,7 @@ pub fn txn(wire: &[u8]) {
     let _ = Evaluation::new(index, leases, values, memory, &fetched, &mut batch).txn(&converted);
 }
 
-/// Returns whether the request has more operations than [`request_limits::count_txn`] accepts.
+/// Returns whether the request has more operations than [`field_limits::count_txn`] accepts.
 fn has_too_many_ops(request: &pb::TxnRequest, ops_max: usize) -> bool {
     fn total(txn: &pb::TxnRequest) -> usize {
         let of = |op: &pb::RequestOp| {
@@ -197,7 +197,7 @@ fn has_too_many_ops(request: &pb::TxnRequest, ops_max: usize) -> bool {
         txn.compare.len() + txn.success.iter().chain(&txn.failure).map(of).sum::<usize>()
     }
     let longest = request.compare.len().max(request.success.len()).max(request.failure.len());
-    longest > ops_max || total(request) > request_limits::total_ops_max(ops_max)
+    longest > ops_max || total(request) > field_limits::total_ops_max(ops_max)
 }
 
 /// Returns the keys that are put and the ranges that are deleted; `None` if a key is put twice, or put and deleted.

@@ -2,10 +2,14 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{Context, status::from_store};
+use super::{
+    Context,
+    convert::{access, listed},
+    status::{PERMISSION_NOT_GIVEN, from_store},
+};
 use crate::net::Remote;
 use orlop_core::{
-    auth::{Access, AuthChange, Caller, Error, Password, Permissions, ROOT},
+    auth::{AuthChange, Caller, Error, Password, ROOT},
     types::{KeyRange, Revision},
 };
 use orlop_wire::proto::server::{
@@ -206,8 +210,7 @@ impl Auth for Context {
         request: Request<pb::AuthRoleGrantPermissionRequest>,
     ) -> Result<Response<pb::AuthRoleGrantPermissionResponse>, Status> {
         let grant = |request: pb::AuthRoleGrantPermissionRequest| {
-            let missing = || Status::invalid_argument("etcdserver: permission not given");
-            let permission = request.perm.ok_or_else(missing)?;
+            let permission = request.perm.ok_or(PERMISSION_NOT_GIVEN)?;
             let access = access(permission.perm_type)?;
             let range = KeyRange::from_wire(&permission.key, &permission.range_end);
             Ok(AuthChange::GrantPermission { role: request.name, range, access })
@@ -241,40 +244,7 @@ fn check_name(name: &str) -> Result<(), Status> {
     )))
 }
 
-pub(crate) fn access(number: i32) -> Result<Access, Status> {
-    match Type::try_from(number) {
-        Ok(Type::Read) => Ok(Access::Read),
-        Ok(Type::Write) => Ok(Access::Write),
-        Ok(Type::Readwrite) => Ok(Access::ReadWrite),
-        Err(_) => Err(Status::invalid_argument(format!(
-            "orlop: permission type {number} is not READ (0), WRITE (1) or READWRITE (2)"
-        ))),
-    }
-}
-
-fn permission_type(access: Access) -> Type {
-    match access {
-        Access::Read => Type::Read,
-        Access::Write => Type::Write,
-        Access::ReadWrite => Type::Readwrite,
-    }
-}
-
 /// Returns what the role `root` permits, as etcd shows it.
 fn of_root() -> Permission {
     Permission { perm_type: Type::Readwrite.into(), key: Default::default(), range_end: b"\0"[..].into() }
-}
-
-/// Returns permissions in the order of their keys.
-pub(crate) fn listed(permissions: &Permissions) -> Vec<Permission> {
-    let mut listed: Vec<Permission> = permissions
-        .iter()
-        .map(|(range, access)| {
-            let (key, range_end) = range.to_wire();
-            let perm_type = permission_type(*access).into();
-            Permission { perm_type, key: key.to_vec().into(), range_end: range_end.to_vec().into() }
-        })
-        .collect();
-    listed.sort_by(|a, b| (&a.key, &a.range_end).cmp(&(&b.key, &b.range_end)));
-    listed
 }

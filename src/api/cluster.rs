@@ -2,7 +2,10 @@
 
 use tonic::{Request, Response, Status};
 
-use super::Context;
+use super::{
+    Context,
+    status::{MEMBER_NOT_FOUND, MEMBER_NOT_LEARNER, MEMBER_URLS_INVALID, NOT_ENOUGH_MEMBERS},
+};
 use orlop_core::{log::Member, types::Revision};
 use orlop_wire::proto::server::etcdserverpb::{self as pb, cluster_server::Cluster};
 
@@ -44,9 +47,7 @@ impl Cluster for Context {
         self.check_root(&request).await?;
         self.check_member(request.into_inner().id).await?;
         if self.store.members().await.len() == 1 {
-            return Err(Status::failed_precondition(
-                "etcdserver: re-configuration failed due to not enough started members",
-            ));
+            return Err(NOT_ENOUGH_MEMBERS.into());
         }
         Err(Status::unimplemented("orlop: a member leaves when it is stopped"))
     }
@@ -71,14 +72,14 @@ impl Cluster for Context {
     ) -> Result<Response<pb::MemberPromoteResponse>, Status> {
         self.check_root(&request).await?;
         self.check_member(request.into_inner().id).await?;
-        Err(Status::failed_precondition("etcdserver: can only promote a learner member"))
+        Err(MEMBER_NOT_LEARNER.into())
     }
 }
 
 impl Context {
     async fn check_member(&self, id: u64) -> Result<(), Status> {
         let known = self.store.members().await.iter().any(|member| member.id == id);
-        if known { Ok(()) } else { Err(Status::not_found("etcdserver: member not found")) }
+        if known { Ok(()) } else { Err(MEMBER_NOT_FOUND.into()) }
     }
 }
 
@@ -89,9 +90,5 @@ fn check_urls(urls: &[String]) -> Result<(), Status> {
             .and_then(|address| address.rsplit_once(':'))
             .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
     };
-    if !urls.is_empty() && urls.iter().all(is_url) {
-        Ok(())
-    } else {
-        Err(Status::invalid_argument("etcdserver: given member URLs are invalid"))
-    }
+    if !urls.is_empty() && urls.iter().all(is_url) { Ok(()) } else { Err(MEMBER_URLS_INVALID.into()) }
 }

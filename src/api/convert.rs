@@ -1,8 +1,12 @@
 //! Conversion between wire messages and the store's requests and responses. Includes all validation of requests, except
-//! of their size and of the total number of operations in nested transactions ([`super::grpc::request_limits`]).
+//! of their size ([`super::kv`]), and of the numbers of their fields and of all operations in nested transactions
+//! ([`super::grpc::field_limits`]).
+
+use tonic::Status;
 
 use super::{Context, interval_check::check_intervals, status::Invalid};
 use orlop_core::{
+    auth::{Access, Permissions},
     index::ReadAt,
     store::request::{
         Compare, CompareTarget, Consistency, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease,
@@ -11,8 +15,9 @@ use orlop_core::{
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision},
 };
-use orlop_wire::proto::server::etcdserverpb::{
-    self as pb, compare::TargetUnion, range_request, request_op::Request, response_op::Response,
+use orlop_wire::proto::server::{
+    authpb::{Permission, permission::Type},
+    etcdserverpb::{self as pb, compare::TargetUnion, range_request, request_op::Request, response_op::Response},
 };
 
 type Checked<T> = Result<T, Invalid>;
@@ -238,4 +243,38 @@ fn txn_response(response: TxnResponse, header: Option<pb::ResponseHeader>) -> pb
 
 fn wire_count(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// Converts the type of a permission.
+pub(crate) fn access(number: i32) -> Result<Access, Status> {
+    match Type::try_from(number) {
+        Ok(Type::Read) => Ok(Access::Read),
+        Ok(Type::Write) => Ok(Access::Write),
+        Ok(Type::Readwrite) => Ok(Access::ReadWrite),
+        Err(_) => Err(Status::invalid_argument(format!(
+            "orlop: permission type {number} is not READ (0), WRITE (1) or READWRITE (2)"
+        ))),
+    }
+}
+
+fn permission_type(access: Access) -> Type {
+    match access {
+        Access::Read => Type::Read,
+        Access::Write => Type::Write,
+        Access::ReadWrite => Type::Readwrite,
+    }
+}
+
+/// Returns permissions in the order of their keys.
+pub(crate) fn listed(permissions: &Permissions) -> Vec<Permission> {
+    let mut listed: Vec<Permission> = permissions
+        .iter()
+        .map(|(range, access)| {
+            let (key, range_end) = range.to_wire();
+            let perm_type = permission_type(*access).into();
+            Permission { perm_type, key: key.to_vec().into(), range_end: range_end.to_vec().into() }
+        })
+        .collect();
+    listed.sort_by(|a, b| (&a.key, &a.range_end).cmp(&(&b.key, &b.range_end)));
+    listed
 }

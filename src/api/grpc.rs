@@ -8,14 +8,14 @@
 //! - [`metering`]: counts calls, messages and bytes, and traces slow calls
 //! - [`deadline`]: ends calls at the time that the client named
 //! - [`unary`]: reads the request of a unary call and builds the response
-//! - [`request_limits`]: rejects requests with too many fields before they are decoded
+//! - [`field_limits`]: rejects requests with too many fields before they are decoded
 //! - [`response_body`]: sends a small response in one frame and a large response in chunks
 //! - [`frame`]: gRPC's framing of messages
 
 pub(crate) mod deadline;
+pub mod field_limits;
 pub(crate) mod frame;
 pub(super) mod metering;
-pub mod request_limits;
 pub mod response_body;
 pub(super) mod router;
 pub(super) mod unary;

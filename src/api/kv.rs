@@ -20,7 +20,7 @@ use tonic_prost::ProstCodec;
 use super::{
     Context, Responses, convert,
     grpc::{
-        request_limits::LimitedFields,
+        field_limits::LimitedFields,
         response_body::IntoSegments,
         unary::{self, RequestBody, Response},
     },

@@ -2,7 +2,10 @@
 
 use tonic::{Request, Response, Status};
 
-use super::{CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, Responses, STORAGE_VERSION, status::from_store};
+use super::{
+    CLUSTER_VERSION, Context, ETCD_VERSION, RAFT_TERM, Responses, STORAGE_VERSION,
+    status::{BAD_LEADER_TRANSFEREE, DOWNGRADE_FORMAT, DOWNGRADE_TARGET, NO_DOWNGRADE, NOT_LEADER, from_store},
+};
 use orlop_core::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
     types::Revision,
@@ -121,10 +124,10 @@ impl Maintenance for Context {
         self.check_root(&request).await?;
         let (target, leader) = (request.into_inner().target_id, self.store.leader());
         if leader != self.store.identity().member_id {
-            return Err(Status::failed_precondition("etcdserver: not leader"));
+            return Err(NOT_LEADER.into());
         }
         if target != leader {
-            return Err(Status::failed_precondition("etcdserver: bad leader transferee"));
+            return Err(BAD_LEADER_TRANSFEREE.into());
         }
         Ok(Response::new(pb::MoveLeaderResponse { header: None }))
     }
@@ -137,13 +140,12 @@ impl Maintenance for Context {
         self.check_root(&request).await?;
         let request = request.into_inner();
         if request.action() == DowngradeAction::Cancel {
-            return Err(Status::failed_precondition("etcdserver: no inflight downgrade job"));
+            return Err(NO_DOWNGRADE.into());
         }
-        let target = minor_version(&request.version)
-            .ok_or_else(|| Status::invalid_argument("etcdserver: wrong downgrade target version format"))?;
+        let target = minor_version(&request.version).ok_or(DOWNGRADE_FORMAT)?;
         let current = minor_version(CLUSTER_VERSION).unwrap_or_default();
         if target.0 != current.0 || target.1 + 1 != current.1 {
-            return Err(Status::invalid_argument("etcdserver: invalid downgrade target version"));
+            return Err(DOWNGRADE_TARGET.into());
         }
         match request.action() {
             DowngradeAction::Validate => Ok(Response::new(pb::DowngradeResponse {

@@ -6,6 +6,37 @@ use orlop_core::{auth, overload::REQUEST_TIME_MAX, store};
 
 /// The text for [`store::Error::Stopped`].
 const SERVER_STOPPED: &str = "etcdserver: server stopped";
+/// The text for [`store::Error::Compacted`].
+pub(super) const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
+
+/// An error of a service that the store does not know: etcd's code and text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refusal(Code, &'static str);
+
+impl From<Refusal> for Status {
+    fn from(Refusal(code, text): Refusal) -> Self {
+        Self::new(code, text)
+    }
+}
+
+pub const AUTH_NOT_ENABLED: Refusal = Refusal(Code::FailedPrecondition, "etcdserver: authentication is not enabled");
+pub const NO_PASSWORD_USER: Refusal =
+    Refusal(Code::Unknown, "auth: authentication failed, password was given for no password user");
+pub const WRONG_PASSWORD: Refusal =
+    Refusal(Code::InvalidArgument, "etcdserver: authentication failed, invalid user ID or password");
+pub const PERMISSION_NOT_GIVEN: Refusal = Refusal(Code::InvalidArgument, "etcdserver: permission not given");
+pub const MEMBER_NOT_FOUND: Refusal = Refusal(Code::NotFound, "etcdserver: member not found");
+pub const MEMBER_NOT_LEARNER: Refusal =
+    Refusal(Code::FailedPrecondition, "etcdserver: can only promote a learner member");
+pub const MEMBER_URLS_INVALID: Refusal = Refusal(Code::InvalidArgument, "etcdserver: given member URLs are invalid");
+pub const NOT_ENOUGH_MEMBERS: Refusal =
+    Refusal(Code::FailedPrecondition, "etcdserver: re-configuration failed due to not enough started members");
+pub const NOT_LEADER: Refusal = Refusal(Code::FailedPrecondition, "etcdserver: not leader");
+pub const BAD_LEADER_TRANSFEREE: Refusal = Refusal(Code::FailedPrecondition, "etcdserver: bad leader transferee");
+pub const NO_DOWNGRADE: Refusal = Refusal(Code::FailedPrecondition, "etcdserver: no inflight downgrade job");
+pub const DOWNGRADE_FORMAT: Refusal =
+    Refusal(Code::InvalidArgument, "etcdserver: wrong downgrade target version format");
+pub const DOWNGRADE_TARGET: Refusal = Refusal(Code::InvalidArgument, "etcdserver: invalid downgrade target version");
 
 /// A request that is invalid in any state of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +77,7 @@ impl From<Invalid> for Status {
 pub fn from_store(error: store::Error) -> Status {
     use store::Error;
     let (code, text) = match error {
-        Error::Compacted => (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted"),
+        Error::Compacted => (Code::OutOfRange, COMPACTED),
         Error::FutureRevision => (Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision"),
         Error::KeyNotFound => (Code::InvalidArgument, "etcdserver: key not found"),
         Error::LeaseNotFound => (Code::NotFound, "etcdserver: requested lease not found"),

@@ -25,10 +25,11 @@ use tracing::{debug, warn};
 
 use super::{
     Context, Responses,
-    status::{from_store, panicked, unknown_method},
+    status::{COMPACTED, from_store, panicked, unknown_method},
 };
 use crate::auth::Credentials;
 use orlop_core::{
+    auth,
     overload::PacedStream,
     store,
     supervise::{catch_panics, log_request_panic},
@@ -40,7 +41,6 @@ use orlop_wire::proto::server::etcdserverpb::{
 };
 
 const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
-const NEGATIVE_START: &str = "etcdserver: mvcc: required revision has been compacted";
 /// Pause before a catching-up watch reads from an unavailable database again.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// Number of encoded bytes after which the encoder passes its buffer to the connection.
@@ -216,16 +216,14 @@ async fn outcome<F: Future + Unpin>(pending: &mut Option<F>) -> F::Output {
     }
 }
 
-/// Returns the reason with which a watch is refused. As in etcd, it contains the code.
-fn reason(refused: &Status) -> &'static str {
-    match refused.message() {
-        "etcdserver: invalid auth token" => "rpc error: code = Unauthenticated desc = etcdserver: invalid auth token",
-        "etcdserver: revision of auth store is old" => {
-            "rpc error: code = InvalidArgument desc = etcdserver: revision of auth store is old"
-        }
-        "etcdserver: user name is empty" => "rpc error: code = InvalidArgument desc = etcdserver: user name is empty",
-        _ => "rpc error: code = PermissionDenied desc = etcdserver: permission denied",
-    }
+/// Returns the reason with which a watch is refused. As in etcd, it contains the code, and any other error than that of a
+/// missing, old or invalid token becomes a denied permission.
+fn reason(refused: &Status) -> String {
+    use auth::Error;
+    let [denied, tokens @ ..] = [Error::PermissionDenied, Error::InvalidToken, Error::OldRevision, Error::UserEmpty]
+        .map(|error| from_store(error.into()));
+    let status = tokens.into_iter().find(|status| status.message() == refused.message()).unwrap_or(denied);
+    format!("rpc error: code = {:?} desc = {}", status.code(), status.message())
 }
 
 /// Sends events of past revisions to watches that are not synced. Never completes if all are synced.
@@ -309,7 +307,7 @@ impl Context {
             Message::Refused { revision, reason } => pb::WatchResponse {
                 created: true,
                 canceled: true,
-                cancel_reason: reason.to_owned(),
+                cancel_reason: reason.into_owned(),
                 ..response(NO_WATCH, revision)
             }
             .into(),
@@ -340,7 +338,7 @@ pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<S
         return Err(RANGE_IS_EMPTY);
     }
     if request.start_revision < 0 {
-        return Err(NEGATIVE_START);
+        return Err(COMPACTED);
     }
     let filters = |filter: FilterType| request.filters.contains(&(filter as i32));
     Ok(Spec {
@@ -406,5 +404,25 @@ impl Encoder for FrameEncoder {
 
     fn buffer_settings(&self) -> BufferSettings {
         BufferSettings::new(4 << 10, YIELD_BYTES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refused_watches_have_etcds_reasons() {
+        use auth::Error;
+        for (error, want) in [
+            (Error::InvalidToken.into(), "Unauthenticated desc = etcdserver: invalid auth token"),
+            (Error::OldRevision.into(), "InvalidArgument desc = etcdserver: revision of auth store is old"),
+            (Error::UserEmpty.into(), "InvalidArgument desc = etcdserver: user name is empty"),
+            (Error::PermissionDenied.into(), "PermissionDenied desc = etcdserver: permission denied"),
+            (Error::UserNotFound.into(), "PermissionDenied desc = etcdserver: permission denied"),
+            (store::Error::TooManyRequests, "PermissionDenied desc = etcdserver: permission denied"),
+        ] {
+            assert_eq!(reason(&from_store(error)), format!("rpc error: code = {want}"));
+        }
     }
 }

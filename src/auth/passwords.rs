@@ -106,7 +106,6 @@ impl Queue {
     /// Runs the waiting work until the queue is closed.
     fn run(&self) {
         // Other threads get ten times as much CPU time. With the lowest priority, logins would starve on a busy machine.
-        #[cfg(target_os = "linux")]
         if let Err(error) = rustix::process::nice(10) {
             warn!(%error, "cannot lower the priority of password checks");
         }

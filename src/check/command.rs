@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
-    load,
+    datastore,
 };
 use orlop_core::log::{self, Depth, Inspect};
 
@@ -72,8 +72,7 @@ enum Failure {
 }
 
 async fn open(settings: &Settings) -> Result<Box<dyn Inspect>, Failure> {
-    let datastore = settings.datastore().map_err(Failure::Settings)?;
-    load::view(&datastore).await.map_err(Failure::Log)
+    datastore::view(&settings.datastore().map_err(Failure::Settings)?).await.map_err(Failure::Log)
 }
 
 fn unreadable(limit: usize, what: String) -> Report {

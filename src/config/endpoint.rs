@@ -6,32 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Datastore, variables::nearest};
+use orlop_sql::POSTGRES_PARAMETERS;
 
-/// Parameters of a Postgres URL that have an effect.
-const PARAMETERS: [&str; 21] = [
-    "sslmode",
-    "ssl-mode",
-    "sslrootcert",
-    "ssl-root-cert",
-    "ssl-ca",
-    "sslcert",
-    "ssl-cert",
-    "sslkey",
-    "ssl-key",
-    "statement-cache-capacity",
-    "host",
-    "hostaddr",
-    "port",
-    "dbname",
-    "user",
-    "password",
-    "passfile",
-    "target_session_attrs",
-    "load_balance_hosts",
-    "connect_timeout",
-    "options",
-];
+use super::{Datastore, variables::nearest};
 
 /// Returns the location of the log. An empty endpoint means SQLite in the data directory.
 ///
@@ -74,7 +51,7 @@ fn check_parameters(address: &str) -> Result<(), String> {
     }
     let names = query.split('&').filter(|pair| !pair.is_empty());
     for name in names.map(|pair| pair.split_once('=').map_or(pair, |(name, _)| name)) {
-        if PARAMETERS.contains(&name) || name == "application_name" || name.starts_with("options[") {
+        if POSTGRES_PARAMETERS.contains(&name) || name == "application_name" || name.starts_with("options[") {
             continue;
         }
         if query.contains('@') {
@@ -83,7 +60,7 @@ fn check_parameters(address: &str) -> Result<(), String> {
                         percent-encoded in the password (? is %3F, & is %26, @ is %40)"
                 .to_owned());
         }
-        let meant = nearest(name, PARAMETERS.iter().copied(), usize::MAX).unwrap_or_default();
+        let meant = nearest(name, POSTGRES_PARAMETERS.iter().copied(), usize::MAX).unwrap_or_default();
         return Err(format!("datastore-endpoint: unknown parameter {name}; did you mean {meant}?"));
     }
     Ok(())

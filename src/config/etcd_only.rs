@@ -168,7 +168,7 @@ pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
 }
 
 /// The ignored flags on a command line.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct IgnoredFlags {
     pub names: Vec<&'static str>,
     /// The members that `--initial-cluster` names.

@@ -426,3 +426,43 @@ impl From<DatastoreFlags> for Flags {
         Self { datastore, ..Self::default() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    /// Flags whose default in the help describes what happens if nothing is set.
+    const DESCRIBED: [&str; 9] = [
+        "name",
+        "datastore-endpoint",
+        "advertise-client-urls",
+        "listen-client-http-urls",
+        "console-listen-url",
+        "cors",
+        "host-whitelist",
+        "snapshot-dir",
+        "cipher-suites",
+    ];
+
+    #[test]
+    fn defaults_in_the_help_are_those_of_the_settings() {
+        let mut described = Vec::new();
+        for flag in Flags::augment_args(Command::new("orlop")).get_arguments() {
+            let help = flag.get_help().expect("each flag has a help text").to_string();
+            let Some((_, default)) = help.split_once("[default: ") else { continue };
+            let name = flag.get_long().expect("each flag has a long name");
+            if DESCRIBED.contains(&name) {
+                described.push(name.to_owned());
+                continue;
+            }
+            let default = default.strip_suffix(']').unwrap_or_else(|| panic!("{name}: {help}"));
+            let value = default.split_once(", only ").map_or(default, |(value, _)| value);
+            let mut given = Given::default();
+            given.add(name, value.as_ref(), "the help").unwrap_or_else(|error| panic!("{name}: {error}"));
+            let flags = given.flags().expect("a flag");
+            assert_eq!(Settings::of_texts(None, None, &[], &flags), Ok(Settings::default()), "{name}");
+        }
+        assert_eq!(described.len(), DESCRIBED.len(), "{described:?}");
+    }
+}

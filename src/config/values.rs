@@ -216,9 +216,15 @@ impl FromStr for ListenUrl {
         match scheme {
             "http" | "https" => {
                 let address = address.strip_suffix('/').unwrap_or(address);
-                match address.rsplit_once(':').map(|(_, port)| port.parse::<u16>()) {
-                    Some(Ok(_)) => Ok(Self::Tcp(address.to_owned(), security)),
-                    Some(Err(_)) | None => Err(format!("{text:?} has no port; {ACCEPTED}")),
+                let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+                if host.contains(':') && !host.starts_with('[') {
+                    return Err(format!(
+                        "{text:?} has an IPv6 address without brackets; use {scheme}://[ADDRESS]:PORT"
+                    ));
+                }
+                match port.parse::<u16>() {
+                    Ok(_) => Ok(Self::Tcp(address.to_owned(), security)),
+                    Err(_) => Err(format!("{text:?} has no port; {ACCEPTED}")),
                 }
             }
             "unix" | "unixs" if !address.is_empty() => Ok(Self::Unix(address.into(), security)),

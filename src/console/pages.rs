@@ -23,7 +23,7 @@ use super::{
     server::Console,
     session::{FormToken, Visitor},
 };
-use crate::history::{shown_key, time::shown_time};
+use crate::text::{self, shown_key, shown_time};
 
 /// The style sheet. It is a part of each page, because a browser paints nothing before it has the style sheet.
 pub(super) const STYLE: &str = include_str!("assets/style.css");
@@ -285,7 +285,7 @@ fn path(place: &str, key: &[u8]) -> Markup {
 }
 
 pub(super) fn bytes(bytes: u64) -> String {
-    crate::output::bytes(i64::try_from(bytes).unwrap_or(i64::MAX))
+    text::bytes(i64::try_from(bytes).unwrap_or(i64::MAX))
 }
 
 /// Returns a time in UTC, to seconds.

@@ -8,12 +8,15 @@ use serde_json::{Value, json};
 
 use super::{
     Ending, Format, Result,
-    selection::{Selection, shown_key},
+    selection::Selection,
     source::{PairStream, Source, SourceFlags},
     text::{OutputFlags, indented, key_json, pair_json},
     time::Point,
 };
-use crate::output::{Reader, print_to_reader};
+use crate::{
+    output::{Reader, print_to_reader},
+    text::shown_key,
+};
 
 /// Lines around a change.
 const CONTEXT_LINES: usize = 2;

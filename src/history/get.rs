@@ -5,12 +5,15 @@ use orlop_wire::proto::client::mvccpb::KeyValue;
 
 use super::{
     Ending, Format, Result,
-    selection::{Selection, shown_key},
+    selection::Selection,
     source::{Source, SourceFlags},
     text::{OutputFlags, pair_json},
     time::Point,
 };
-use crate::output::{Reader, print_to_reader};
+use crate::{
+    output::{Reader, print_to_reader},
+    text::shown_key,
+};
 
 #[derive(Debug, clap::Args)]
 pub struct GetArgs {

@@ -27,12 +27,12 @@ use serde_json::{Value, json};
 use super::{
     Ending, Format, Result,
     compare::{Difference, Differences, described},
-    selection::{Selection, shown_key},
+    selection::Selection,
     source::{Source, SourceFlags, failed},
     text::{OutputFlags, key_json},
     time::Point,
 };
-use crate::output::print;
+use crate::{output::print, text::shown_key};
 
 /// Bytes of keys and values after which a transaction ends; etcd's servers accept 1.5 MiB.
 const TXN_BYTES: usize = 1 << 20;

@@ -1,7 +1,6 @@
 //! The keys of a command.
 
 use orlop_core::types::prefix_end;
-use orlop_objects::is_hazard;
 
 /// A key or a prefix.
 #[derive(Clone, Debug, clap::Args)]
@@ -72,31 +71,12 @@ fn parse_key(text: &str) -> Result<Key, String> {
     Ok(Key(key))
 }
 
-/// Formats a key so that [`Selection`] reads it again. The text cannot control a terminal or the direction of text.
-pub(crate) fn shown_key(key: &[u8]) -> String {
-    let mut shown = String::with_capacity(key.len());
-    for chunk in key.utf8_chunks() {
-        for character in chunk.valid().chars() {
-            match character {
-                '\\' => shown.push_str("\\\\"),
-                character if is_hazard(character) => {
-                    let mut buffer = [0; 4];
-                    character
-                        .encode_utf8(&mut buffer)
-                        .bytes()
-                        .for_each(|byte| shown.push_str(&format!("\\x{byte:02x}")));
-                }
-                character => shown.push(character),
-            }
-        }
-        chunk.invalid().iter().for_each(|byte| shown.push_str(&format!("\\x{byte:02x}")));
-    }
-    shown
-}
-
 #[cfg(test)]
 mod tests {
+    use orlop_objects::is_hazard;
+
     use super::*;
+    use crate::text::shown_key;
 
     #[test]
     fn keys_are_read_as_they_are_shown() {

@@ -22,13 +22,11 @@ use tokio::{
 };
 use tonic::{Code, Status, Streaming};
 
-use super::{
-    Result,
-    time::{Point, shown_time},
-};
+use super::{Result, time::Point};
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
-    load, server,
+    datastore, server,
+    text::shown_time,
 };
 
 /// The flags for the store of a command.
@@ -50,7 +48,7 @@ impl SourceFlags {
         }
         let settings = Settings::load(&Flags::from(self.datastore.clone()))?;
         // A server would create a database that does not exist.
-        drop(load::view(&settings.datastore()?).await?);
+        drop(datastore::view(&settings.datastore()?).await?);
         let local = Local::start(settings)?;
         let server = self.server.at(&format!("unix://{}", local.socket.display()))?;
         match local.connect(&server).await {

@@ -7,8 +7,7 @@ use orlop_objects::{Secrets, Shown, Style, View};
 use orlop_wire::proto::client::{mvccpb::KeyValue, orlopb::HistoryChange};
 use serde_json::{Map, Value, json};
 
-use super::{selection::shown_key, time::shown_time};
-use crate::output::bytes;
+use crate::text::{bytes, shown_key, shown_time};
 
 /// The flags for output.
 #[derive(Debug, Clone, Copy, clap::Args)]

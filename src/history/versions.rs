@@ -18,7 +18,10 @@ use super::{
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
-use crate::output::{Reader, print_to_reader};
+use crate::{
+    output::{Reader, print_to_reader},
+    text::shown_time,
+};
 
 /// Lines around a change.
 const CONTEXT_LINES: usize = 2;
@@ -282,7 +285,7 @@ fn version_json(pair: &KeyValue, shown: Option<&Shown>, change: &HistoryChange) 
     };
     object.insert("type".to_owned(), json!(if shown.is_some() { "put" } else { "delete" }));
     if change.unix_ms != 0 {
-        object.insert("time".to_owned(), json!(super::time::shown_time(change.unix_ms)));
+        object.insert("time".to_owned(), json!(shown_time(change.unix_ms)));
     }
     if change.time_is_latest {
         object.insert("timeIsLatest".to_owned(), json!(true));

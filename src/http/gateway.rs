@@ -7,8 +7,8 @@
 
 mod memory;
 mod metadata;
+pub mod split;
 mod text;
-pub mod values;
 
 use std::{convert::Infallible, future::poll_fn, sync::Arc};
 
@@ -33,8 +33,8 @@ use tower::ServiceExt as _;
 use self::{
     memory::{Memory, Reserved},
     metadata::metadata,
+    split::Values,
     text::Text,
-    values::Values,
 };
 use crate::{
     api::{

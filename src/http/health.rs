@@ -20,7 +20,7 @@ use tracing::warn;
 
 use orlop_core::{
     log::{Alarm, AlarmKind},
-    store::{Store, request::Consistency},
+    store::{Error, Store, request::Consistency},
 };
 
 /// Maximum time of a check. It is shorter than the 7 s for which requests wait for the database, so that a prober
@@ -112,7 +112,7 @@ async fn read(store: &Store, consistency: Consistency) -> Result<(), String> {
     match timeout(CHECK_MAX, store.probe(consistency)).await {
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(from_store(error).message().to_owned()),
-        Err(_) => Err("etcdserver: request timed out".to_owned()),
+        Err(_) => Err(from_store(Error::OutcomeUnknown).message().to_owned()),
     }
 }
 

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use orlop_client::{Labels, MetricsPage};
 
+use super::parts::printable;
+
 /// Counters of gRPC calls, and histograms of their durations, by method without the service's package (`KV/Put`).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counters {
@@ -63,7 +65,7 @@ impl Counters {
 fn method(labels: &Labels<'_>) -> Option<String> {
     let service = labels.get("grpc_service")?;
     let service = service.rsplit_once('.').map_or(*service, |(_, name)| name);
-    Some(format!("{service}/{}", labels.get("grpc_method")?))
+    Some(printable(&format!("{service}/{}", labels.get("grpc_method")?)))
 }
 
 fn calls(page: &MetricsPage) -> BTreeMap<String, Calls> {
@@ -109,7 +111,7 @@ fn durations(page: &MetricsPage) -> BTreeMap<String, Histogram> {
 }
 
 /// Returns the histograms of a metric, added up by the name that `name` derives from their labels.
-pub(crate) fn histograms(
+fn histograms(
     page: &MetricsPage,
     metric: &str,
     name: impl Fn(&Labels<'_>) -> Option<String>,

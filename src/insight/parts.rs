@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 use tokio::time::Instant;
 
 use super::Counters;
-use crate::{history::shown_key, output::bytes};
+use crate::text::{bytes, shown_key};
 
 /// The state of a server at one time. `None`: the server does not report this part; `missing` has the reason by name of
 /// the part.

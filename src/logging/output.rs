@@ -15,7 +15,7 @@ use crate::config::Settings;
 use orlop_core::{clock, files::folder_of};
 
 /// The settings of etcd's `--log-rotation-config-json`.
-#[derive(Clone, Copy, Debug, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Rotation {
     /// Size in MiB at which a new file begins; 0: 100.
@@ -274,6 +274,11 @@ mod tests {
             log.write(line.as_bytes()).unwrap();
         }
         assert_eq!(fs::read_to_string(&path).unwrap(), "\na\nb\n");
+    }
+
+    #[test]
+    fn default_of_the_setting_is_that_of_its_fields() {
+        assert_eq!(rotation(&Settings::default()), Ok(Rotation::default()));
     }
 
     #[test]

@@ -152,7 +152,7 @@ impl Migration {
         // Until writes are refused there may be more revisions. If the answer is lost, the alarm may be raised: the next attempt
         // raises it again and asks for the head then.
         self.end = None;
-        self.alarmed.insert(session.member_id);
+        self.alarmed.lock().insert(session.member_id);
         session.fence(AlarmAction::Activate, session.member_id).await?;
         self.is_fenced = true;
         self.progress.say("the source refuses writes from now on");
@@ -162,11 +162,11 @@ impl Migration {
     /// Lets the source accept writes again.
     pub(super) async fn unfence(&mut self, session: &Session) -> Result<()> {
         self.is_fenced = false;
-        while let Some(member) = self.alarmed.first().copied() {
+        loop {
+            let Some(member) = self.alarmed.lock().first().copied() else { return Ok(()) };
             session.fence(AlarmAction::Deactivate, member).await?;
-            self.alarmed.remove(&member);
+            self.alarmed.lock().remove(&member);
         }
-        Ok(())
     }
 }
 

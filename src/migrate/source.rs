@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use futures_util::{FutureExt as _, StreamExt as _, TryStreamExt as _, stream};
-use orlop_client::{Client, Credentials, Endpoint, Target, describe};
+use orlop_client::{Client, Credentials, Endpoint, Target, describe, hint_at_root};
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AlarmRequest, AlarmType, AuthStatusRequest, HashKvRequest, LeaseLeasesRequest, LeaseTimeToLiveRequest,
@@ -347,5 +347,5 @@ fn failure(status: &Status) -> Failure {
 }
 
 fn refused(status: &Status) -> Failure {
-    Failure::Fatal(format!("the source refuses a request: {}", describe(status)))
+    Failure::Fatal(format!("the source refuses a request: {}{}", describe(status), hint_at_root(status)))
 }

@@ -20,8 +20,7 @@ use super::{
 };
 use crate::{
     config::{Datastore, Settings},
-    load::empty_database,
-    server::{self, MissingArchive},
+    datastore::{self, MissingArchive},
 };
 use orlop_core::{
     auth::AuthState,
@@ -32,7 +31,7 @@ use orlop_core::{
     store::{HistoryKeeper, Keep, hash, replay},
     types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Superseded, Version, shown},
 };
-use orlop_sql::{Durability, PostgresLoader, SqliteLoader};
+use orlop_sql::Durability;
 
 /// Limits of one append; a transaction of the source is never divided.
 const APPEND_ROWS: usize = 512;
@@ -81,10 +80,11 @@ impl Place<'_> {
         {
             return Ok(None);
         }
-        let keep = server::keep(self.settings);
+        let keep = datastore::keep(self.settings);
         let synced = Durability::Synced;
         let (log, history) =
-            server::open_with_archive(self.settings, self.datastore, Vec::new(), synced, None, keep, missing).await?;
+            datastore::open_with_archive(self.settings, self.datastore, Vec::new(), synced, None, keep, missing)
+                .await?;
         let history = history.map(HistoryKeeper::new);
         let replayed = replay(&*log).await?;
         let auth = log.auth().await?;
@@ -115,25 +115,18 @@ impl Place<'_> {
 
     /// Returns whether the server will keep compacted rows.
     pub(super) fn keeps_history(&self) -> bool {
-        server::keep(self.settings) != Keep::Nothing
+        datastore::keep(self.settings) != Keep::Nothing
     }
 
     /// Deletes the unfinished copy of a cluster, which is not open.
     pub(super) async fn discard(&self, source: u64) -> Result<()> {
-        match self.datastore {
-            Datastore::Sqlite(file) => SqliteLoader::discard(file)?,
-            Datastore::Postgres(endpoint) => PostgresLoader::discard(endpoint, source).await?,
-        }
-        Ok(())
+        Ok(datastore::discard_copy(self.datastore, source).await?)
     }
 
     /// Prepares the empty database for the copy of a cluster. The rows that it gets are counted in `rows`.
     pub(super) async fn load(&self, source: u64, rows: Arc<AtomicU64>) -> log::Result<Box<dyn Load>> {
-        if let Datastore::Sqlite(file) = self.datastore {
-            // A server that was started and stopped leaves a file without rows.
-            SqliteLoader::discard(file)?;
-        }
-        Ok(Box::new(Marked { inner: empty_database(self.datastore).await?, source, rows }))
+        datastore::discard_empty(self.datastore)?;
+        Ok(Box::new(Marked { inner: datastore::empty_database(self.datastore).await?, source, rows }))
     }
 
     /// Returns the folder for the snapshot of the source, which exists.

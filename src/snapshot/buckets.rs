@@ -16,7 +16,7 @@ use bytes::Bytes;
 use prost::Message as _;
 
 use crate::{
-    api::auth::{access, listed},
+    api::convert::{access, listed},
     load::StoredRow,
 };
 use orlop_core::{

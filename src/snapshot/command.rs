@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
-    load::empty_database,
+    datastore::empty_database,
 };
 
 #[derive(Debug, clap::Args)]

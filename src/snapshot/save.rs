@@ -9,7 +9,7 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::{Stream, TryStreamExt as _};
-use orlop_client::{Client, ServerFlags};
+use orlop_client::{Client, ServerFlags, hint_at_root};
 use orlop_wire::proto::client::{etcdserverpb::SnapshotRequest, orlopb::HistorySnapshotRequest};
 use tempfile::NamedTempFile;
 use tokio::{
@@ -79,7 +79,10 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<Saved, Box<dyn 
                     "cannot save the history of {endpoint}: the server does not send it: it is etcd or an older version of \
                      Orlop"
                 ),
-                Error::Server(_) | Error::File(_) | Error::Log(_) | Error::History(_) => {
+                Error::Server(status) => {
+                    format!("cannot save a snapshot of {endpoint}: {error}{}", hint_at_root(status))
+                }
+                Error::File(_) | Error::Log(_) | Error::History(_) => {
                     format!("cannot save a snapshot of {endpoint}: {error}")
                 }
             })?;

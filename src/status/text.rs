@@ -37,7 +37,7 @@ pub(super) fn simple(status: &Status, now: SystemTime) -> String {
         ("last compaction", time(status.last_compaction, "none since the start of the server", now)),
         ("last snapshot", time(status.last_snapshot, NONE, now)),
         ("slowest requests", lines(status.slowest_requests.iter().map(durations), UNKNOWN)),
-        ("alarms, errors", lines(status.errors.iter().cloned(), NONE)),
+        ("alarms, errors", lines(server.alarms.iter().cloned(), NONE)),
     ];
     rows.iter().map(|(name, value)| format!("{name:WIDTH$}{value}\n")).collect()
 }
@@ -71,7 +71,7 @@ fn time(unix_seconds: Option<i64>, none: &str, now: SystemTime) -> String {
 fn durations(durations: &Durations) -> String {
     let ms = |seconds: f64| format!("{} ms", (seconds * 100_000.0).round() / 100.0);
     let requests = if durations.count == 1 { "request" } else { "requests" };
-    let p99 = durations.p99_seconds.map_or("above all buckets".to_owned(), |p99| format!("at most {}", ms(p99)));
+    let p99 = durations.p99_seconds.map_or(UNKNOWN.to_owned(), ms);
     format!("{}: p99 {p99}, mean {}, {} {requests}", durations.request, ms(durations.mean_seconds), durations.count)
 }
 

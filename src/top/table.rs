@@ -1,6 +1,6 @@
 //! A table of text.
 
-use super::format::cut;
+use crate::text::cut;
 
 /// A table, or a list of properties if it has no column names.
 #[derive(Clone, Debug, Default, PartialEq)]

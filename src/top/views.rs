@@ -2,16 +2,13 @@
 
 use std::cmp::Reverse;
 
-use super::{
-    format::{micros, rate, secs, time_of_day},
-    table::{
-        Column::{Fill, Number, Text},
-        Table,
-    },
+use super::table::{
+    Column::{Fill, Number, Text},
+    Table,
 };
 use crate::{
     insight::{Figures, Operation, Sized, Sizes, SlowRequest, WatchedRange},
-    output::bytes,
+    text::{bytes, micros, rate, secs, time_of_day},
 };
 
 /// A page of the screen.

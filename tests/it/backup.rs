@@ -9,7 +9,7 @@ use std::{
 };
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, copy},
@@ -19,7 +19,8 @@ use tokio::{
 };
 
 use crate::support::{
-    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, on_both_backends, skip,
+    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, on_both_backends, orlop_program,
+    run_async, send_signal, skip,
 };
 
 fn text(path: &Path) -> &str {
@@ -27,20 +28,21 @@ fn text(path: &Path) -> &str {
 }
 
 async fn run(program: &Path, arguments: &[&str]) -> Output {
-    let output = timeout(DEADLINE, Command::new(program).args(arguments).kill_on_drop(true).output()).await;
-    output.expect("the command ends").expect("the command can be started")
+    let mut command = Command::new(program);
+    command.args(arguments);
+    run_async(command).await
 }
 
 /// Runs Orlop, which must succeed, and returns its output.
 async fn prints(arguments: &[&str]) -> String {
-    let output = run(Path::new(env!("CARGO_BIN_EXE_orlop")), arguments).await;
+    let output = run(Path::new(&orlop_program()), arguments).await;
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
 
 /// Runs Orlop, which must fail with an error that contains `because`.
 async fn check_fails(arguments: &[&str], because: &str) {
-    let output = run(Path::new(env!("CARGO_BIN_EXE_orlop")), arguments).await;
+    let output = run(Path::new(&orlop_program()), arguments).await;
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains(because), "{arguments:?}: no {because:?}: {text}");
     assert!(!text.contains("panicked"), "{text}");
@@ -66,9 +68,18 @@ async fn put(endpoint: &str, key: &str) -> i64 {
 
 /// Returns the revision of a snapshot, which must be valid.
 async fn revision(file: &Path) -> i64 {
-    let status = prints(&["snapshot", "status", text(file), "--write-out", "json"]).await;
-    let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
-    status["revision"].as_i64().expect("a revision")
+    try_revision(file).await.expect("a valid snapshot")
+}
+
+/// Returns the revision of a snapshot that may be deleted meanwhile.
+async fn try_revision(file: &Path) -> Result<i64, String> {
+    let arguments = ["snapshot", "status", text(file), "--write-out", "json"];
+    let output = run(Path::new(&orlop_program()), &arguments).await;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    Ok(status["revision"].as_i64().expect("a revision"))
 }
 
 async fn saved_file_is_complete_and_private(backend: Backend) {
@@ -182,12 +193,11 @@ async fn interrupted_save_leaves_nothing() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
     server.pause();
-    let mut save = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let mut save = Command::new(orlop_program());
     save.args(["snapshot", "save", "--endpoints", server.endpoint(), text(home.path())]);
     let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("orlop is built with the tests");
     eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
-    let pid = save.id().and_then(|pid| Pid::from_raw(pid.cast_signed())).expect("a process");
-    kill_process(pid, Signal::TERM).expect("the process runs");
+    send_signal(save.id().expect("the process runs"), Signal::TERM);
     let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && error.contains("nothing was saved"), "{error}");
@@ -234,12 +244,15 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     .await;
     fs::remove_file(&future).expect("the file is kept");
     let first = eventually("the first snapshot", async || snapshots(&folder).pop().ok_or(())).await;
-    let newest = eventually("a snapshot of the last revision", async || {
+    let mode = eventually("a snapshot of the last revision", async || {
         let newest = snapshots(&folder).pop().ok_or("none".to_owned())?;
-        if newest > first && revision(&newest).await == head { Ok(newest) } else { Err(format!("{newest:?}")) }
-    });
-    let newest = newest.await;
-    assert_eq!(newest.metadata().expect("a file").permissions().mode() & 0o777, 0o600);
+        let metadata = newest.metadata().map_err(|error| error.to_string())?;
+        let found = try_revision(&newest).await?;
+        let is_last = newest > first && found == head;
+        if is_last { Ok(metadata.permissions().mode() & 0o777) } else { Err(format!("{newest:?}: revision {found}")) }
+    })
+    .await;
+    assert_eq!(mode, 0o600);
     eventually("the deletion of the first snapshot", async || if first.exists() { Err(()) } else { Ok(()) }).await;
     assert!(server.metric("orlop_snapshot_last_timestamp_seconds").await > 1.7e9);
     assert!(server.metric("orlop_snapshot_interval_seconds").await >= 1.0);

@@ -8,7 +8,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::Output,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -38,7 +38,7 @@ use crate::{
     durability::operate,
     snapshot::write,
     start::check_refused,
-    support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends},
+    support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends, orlop, run},
 };
 
 /// The location of a store, as the server's flag takes it.
@@ -84,8 +84,7 @@ impl Place {
 
     fn check(&self, flags: &[&str]) -> Output {
         let place = ["check", "--datastore-endpoint", &self.0];
-        let output = Command::new(env!("CARGO_BIN_EXE_orlop")).args(place).args(flags).output();
-        let output = output.expect("orlop is built with the tests");
+        let output = run(orlop(place).args(flags));
         let text = String::from_utf8_lossy(&output.stderr);
         // `pass%20word` is the password in the endpoints of the tests' databases.
         assert!(!text.contains("panicked") && !text.contains("pass%20word"), "{text}");

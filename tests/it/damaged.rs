@@ -3,10 +3,9 @@
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Read as _},
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Stdio,
 };
 
 use orlop_wire::proto::client::{
@@ -23,7 +22,7 @@ use sqlx::{
 use tempfile::TempDir;
 use tonic::Code;
 
-use crate::support::{Backend, Client, Postgres, Server, eventually};
+use crate::support::{Backend, Client, DEADLINE, Lines, Postgres, Server, ended, eventually, orlop, run, run_within};
 
 /// SQLite's page size in bytes.
 const PAGE: usize = 4_096;
@@ -87,23 +86,18 @@ async fn start(folder: &Path, bytes: &[u8]) -> Start {
 /// Starts Orlop on a file, as [`start`] does.
 async fn start_on(file: &Path) -> Start {
     let endpoint = format!("sqlite://{}", file.display());
-    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["--listen-client-urls", "http://127.0.0.1:0", "--log-level", "error", "--datastore-endpoint", &endpoint])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("orlop is built with the tests");
-    let mut line = String::new();
-    let mut stdout = BufReader::new(orlop.stdout.take().expect("stdout is piped"));
-    stdout.read_line(&mut line).expect("the server prints a line or ends");
-    let found = match line.trim().rsplit(' ').next().filter(|url| !url.is_empty()) {
-        Some(url) => Some(everything(url).await),
+    let flags =
+        ["--listen-client-urls", "http://127.0.0.1:0", "--log-level", "error", "--datastore-endpoint", &endpoint];
+    let mut process =
+        orlop(flags).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("orlop is built with the tests");
+    // The server prints a line or ends.
+    let line = Lines::of(process.stdout.take().expect("stdout is piped")).next();
+    let found = match line {
+        Some(line) => Some(everything(line.rsplit(' ').next().expect("a URL")).await),
         None => None,
     };
-    orlop.kill().expect("our child can be ended");
-    let mut text = String::new();
-    orlop.stderr.take().expect("stderr is piped").read_to_string(&mut text).expect("text");
-    orlop.wait().expect("our child can be waited for");
+    process.kill().expect("our child can be ended");
+    let text = String::from_utf8(ended(process).stderr).expect("text");
     assert!(!text.contains("panicked"), "{text}");
     match found {
         None => Start::Refused(text),
@@ -214,10 +208,8 @@ async fn page_that_hides_rows_is_refused() {
             // A start leaves files next to the database, and a snapshot with such files is refused.
             let copy = snapshots.path().join("copy.db");
             fs::write(&copy, &bytes).expect("a file can be written");
-            let mut restore = Command::new(env!("CARGO_BIN_EXE_orlop"));
-            restore.args(["snapshot", "restore", "--skip-hash-check"]).arg(&copy);
-            let restored = restore.arg("--data-dir").arg(snapshots.path().join("data")).output();
-            let restored = restored.expect("orlop is built");
+            let mut restore = orlop(["snapshot", "restore", "--skip-hash-check"]);
+            let restored = run(restore.arg(&copy).arg("--data-dir").arg(snapshots.path().join("data")));
             let text = String::from_utf8_lossy(&restored.stderr);
             assert!(!restored.status.success() && text.contains("copy.db"), "page {}: {text}", page / PAGE);
             hidden += 1;
@@ -290,11 +282,8 @@ async fn postgres_of_a_newer_version_is_refused() {
                  VALUES (9999, 'newer', true, '', 0)";
     connection.execute(newer).await.expect("a statement");
     connection.close().await.expect("the connection closes");
-    let output = Command::new("timeout")
-        .args(["20", env!("CARGO_BIN_EXE_orlop"), "--listen-client-urls", "http://127.0.0.1:0"])
-        .args(["--datastore-endpoint", &datastore, "--data-dir", "unused"])
-        .output()
-        .expect("orlop is built with the tests");
+    let flags = ["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &datastore];
+    let output = run_within(DEADLINE, orlop(flags).args(["--data-dir", "unused"]));
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(

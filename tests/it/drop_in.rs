@@ -2,17 +2,18 @@
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, StatusRequest};
+use rustix::process::Signal;
 
 use crate::{
     start::{check_refused, run},
     support::{
-        Backend, Client, Place, Server, etcd_tool, eventually, free_port, http, http_get, on_both_backends, skip,
+        Backend, Client, DEADLINE, Lines, Place, Server, ended, etcd_tool, eventually, free_port, http, http_get,
+        on_both_backends, orlop_program, run_within, send_signal, skip,
     },
 };
 
@@ -54,7 +55,6 @@ const FAILING: [(&str, &str); 3] =
 /// Returns whether a program accepts a value of a setting, and its output.
 fn accepts(program: &Path, home: &Path, source: Source, name: &str, value: &str) -> (bool, String) {
     let mut command = Command::new(program);
-    command.current_dir(home);
     let variable = |name: &str| format!("ETCD_{}", name.replace('-', "_").to_uppercase());
     match source {
         // No program knows the second flag.
@@ -69,7 +69,7 @@ fn accepts(program: &Path, home: &Path, source: Source, name: &str, value: &str)
             command.arg("--config-file").arg(file)
         }
     };
-    let output = command.output().expect("the program can be started");
+    let output = run_within(DEADLINE, command.current_dir(home));
     assert!(!output.status.success(), "{source:?} {name}={value}");
     let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     let signs_of_etcd = ["not defined: -no-such-flag", "should be at least as 5 times"];
@@ -83,7 +83,7 @@ fn accepts(program: &Path, home: &Path, source: Source, name: &str, value: &str)
 fn compare_values(source: Source, excepted: &[&str], is_allowed: impl Fn(&Path, &str, &str) -> bool + Sync) {
     let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
     let etcd = fs::canonicalize(etcd).expect("etcd exists");
-    let help = Command::new(&etcd).arg("--help").output().expect("etcd prints its help");
+    let help = run_within(DEADLINE, Command::new(&etcd).arg("--help"));
     let help = String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).into_owned();
     let flags = help.lines().filter_map(|line| line.trim_start().strip_prefix("--")?.split([' ', '=']).next());
     // log-outputs moves the text to another place.
@@ -92,7 +92,7 @@ fn compare_values(source: Source, excepted: &[&str], is_allowed: impl Fn(&Path, 
     let skipped = [&CHECKED_LATER[..], &["config-file"], used, excepted].concat();
     let flags: Vec<&str> = flags.filter(|flag| !skipped.contains(flag)).collect();
     assert!(flags.len() > 80, "{flags:?}");
-    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let orlop = PathBuf::from(orlop_program());
     let home = tempfile::tempdir().expect("a folder");
     let differing = |(name, value): (&str, &str)| {
         let (by_etcd, etcd_text) = accepts(&etcd, home.path(), source, name, value);
@@ -134,7 +134,7 @@ fn values_in_files_are_accepted_as_by_etcd() {
         // etcd checks the first later, and has a minimum for the second only in later versions.
         &["v2-deprecation", "experimental-watch-progress-notify-interval"],
     ];
-    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let orlop = PathBuf::from(orlop_program());
     let is_allowed = |home: &Path, name: &str, value: &str| {
         let text = value.trim_matches('\'');
         text.is_empty() || accepts(&orlop, home, Source::Flag, name, text).0
@@ -380,8 +380,7 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the program can be started");
-    let lines = BufReader::new(process.stderr.take().expect("stderr is piped")).lines().map_while(Result::ok);
-    let lines = std::thread::spawn(move || lines.collect::<Vec<String>>());
+    let lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     eventually("the health of the server", async || {
         let address = client.trim_start_matches("http://");
         tokio::net::TcpStream::connect(address).await.map_err(|error| error.to_string())?;
@@ -402,11 +401,9 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
     let version: serde_json::Value =
         serde_json::from_str(&http_get(&client, "/version").await.body).expect("/version is JSON");
     let version = version.as_object().expect("an object").keys().filter(|key| *key != "storage").cloned().collect();
-    let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
-    assert!(signalled.is_ok_and(|status| status.success()));
-    process.wait().expect("our child can be waited for");
-    let log = lines.join().expect("the log can be read");
-    let messages = log.iter().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    send_signal(process.id(), Signal::TERM);
+    ended(process);
+    let messages = lines.filter_map(|line| serde_json::from_str::<serde_json::Value>(&line).ok());
     let mut messages = messages.filter_map(|line| line["msg"].as_str().map(str::to_owned));
     let ready = messages.find(|message| message == "ready to serve client requests");
     Shown { ready, endpoints, version }
@@ -418,7 +415,7 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
 async fn process_shows_what_etcd_shows() {
     let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
     let etcd = fs::canonicalize(etcd).expect("etcd exists");
-    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let orlop = PathBuf::from(orlop_program());
     let peers = ["--listen-peer-urls=PEER", "--initial-advertise-peer-urls=PEER"];
     let scripts: [Vec<&str>; 4] = [
         vec!["--advertise-client-urls", "CLIENT", "--data-dir", "data", "--listen-client-urls", "CLIENT"]
@@ -457,11 +454,13 @@ async fn process_shows_what_etcd_shows() {
 fn exit_codes_equal_those_of_etcd() {
     let Some(etcd) = etcd_tool("etcd", "ORLOP_ETCD") else { return skip("etcd") };
     let etcd = fs::canonicalize(etcd).expect("etcd exists");
-    let orlop = PathBuf::from(env!("CARGO_BIN_EXE_orlop"));
+    let orlop = PathBuf::from(orlop_program());
     for arguments in [
         &["--no-such-flag"][..],
         &["--max-txn-ops=x"],
         &["--listen-client-urls=nowhere"],
+        &["--listen-client-urls=http://::1:0"],
+        &["--advertise-client-urls=http://fd00::1:2379"],
         &["--config-file=none.yml"],
         &["--listen-client-urls=http://256.0.0.1:1", "--advertise-client-urls=http://256.0.0.1:1"],
         &["--cert-file=none.pem", "--key-file=none.key", "--listen-client-urls=https://127.0.0.1:0"],
@@ -473,9 +472,7 @@ fn exit_codes_equal_those_of_etcd() {
     ] {
         let code = |program: &Path| {
             let home = tempfile::tempdir().expect("a folder");
-            let mut command = Command::new("timeout");
-            let output = command.arg("20").arg(program).args(arguments).current_dir(home.path()).output();
-            output.expect("the program can be started").status.code()
+            run_within(DEADLINE, Command::new(program).args(arguments).current_dir(home.path())).status.code()
         };
         assert_eq!(code(&orlop), code(&etcd), "{arguments:?}");
     }

@@ -3,18 +3,18 @@
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader},
     path::Path,
     process::{Child, Command, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, PutRequest, RangeRequest};
+use rustix::process::Signal;
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
 use tonic::Code;
 
 use crate::{
     start::run,
-    support::{Client, Postgres, Server, database_name, skip, user},
+    support::{Client, Lines, Postgres, Server, database_name, ended, orlop, send_signal, skip, user},
 };
 
 /// Starts orlop with the arguments. The start must fail; returns its error output.
@@ -123,19 +123,25 @@ async fn new_database_needs_an_encoding_for_all_names() {
 async fn role_that_does_not_own_the_tables_is_warned_and_told_the_remedy() {
     let Some(postgres) = Postgres::shared().await else { return };
     let home = tempfile::tempdir().expect("a folder");
-    let endpoint = postgres.create_database();
+    let endpoint = postgres.create_database_of_the_first_schema().await;
     let role = database_name(&endpoint);
+    let restorer = format!("{role}_restorer");
+    postgres.psql(role, &format!("CREATE ROLE {restorer}"));
+    let restored = format!(
+        "REASSIGN OWNED BY {role} TO {restorer}; GRANT ALL ON SCHEMA {role} TO {role}; \
+         GRANT ALL ON ALL TABLES IN SCHEMA {role} TO {role}"
+    );
+    postgres.psql(role, &restored);
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &["must be owner of", &format!("REASSIGN OWNED BY ... TO {role}")]);
+
+    postgres.psql(role, &format!("REASSIGN OWNED BY {restorer} TO {role}"));
     let mut server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     client.maintenance.defragment(DefragmentRequest {}).await.expect("the owner defragments");
     server.terminate().await;
-    let restorer = format!("{role}_restorer");
-    let restored = format!(
-        "CREATE ROLE {restorer}; REASSIGN OWNED BY {role} TO {restorer}; GRANT ALL ON SCHEMA {role} TO {role}; \
-         GRANT ALL ON ALL TABLES IN SCHEMA {role} TO {role}"
-    );
-    postgres.psql(role, &restored);
 
+    postgres.psql(role, &restored);
     server.restart().await;
     check_contains(&server.log(), &["the role does not own the tables of Orlop", &restorer, "REASSIGN OWNED"]);
     let mut client = Client::connect(server.endpoint()).await;
@@ -144,13 +150,6 @@ async fn role_that_does_not_own_the_tables_is_warned_and_told_the_remedy() {
     let text = format!("the role {role} may not vacuum the table");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
     check_contains(refused.message(), &[&text, &format!("whose owner is {restorer}")]);
-    server.terminate().await;
-
-    postgres.psql(role, &format!("DELETE FROM {role}._sqlx_migrations WHERE version = 9"));
-    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
-    check_contains(&text, &["must be owner of", &format!("REASSIGN OWNED BY ... TO {role}")]);
-    postgres.psql(role, &format!("REASSIGN OWNED BY {restorer} TO {role}"));
-    server.restart().await;
 }
 
 /// A running pgbouncer, stopped when dropped.
@@ -191,13 +190,11 @@ pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -
     assert!(Command::new("chown").arg("-R").arg(name).arg(home).status().is_ok_and(|status| status.success()));
     let mut command = Command::new(as_user[0]);
     command.args(&as_user[1..]).arg("pgbouncer").arg(&file).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut process = command.spawn().expect("pgbouncer can be started");
-    let log = BufReader::new(process.stderr.take().expect("stderr is piped"));
-    let mut lines = log.lines().map_while(Result::ok);
+    let mut pooler = Pooler(command.spawn().expect("pgbouncer can be started"));
+    let mut lines = Lines::of(pooler.0.stderr.take().expect("stderr is piped"));
     assert!(lines.any(|line| line.contains("process up")), "pgbouncer starts");
-    std::thread::spawn(move || lines.for_each(drop));
     let direct = format!("127.0.0.1:{server_port}");
-    (Pooler(process), endpoint.replace(&direct, &format!("127.0.0.1:{port}")))
+    (pooler, endpoint.replace(&direct, &format!("127.0.0.1:{port}")))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -229,17 +226,15 @@ async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
 fn start_ends_at_sigterm_while_postgres_is_away() {
     let home = tempfile::tempdir().expect("a folder");
     let endpoint = format!("postgres://a@127.0.0.1:{}/b", crate::support::free_port());
-    let mut process = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &endpoint])
+    let mut process = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &endpoint])
         .current_dir(home.path())
         .stderr(Stdio::piped())
         .spawn()
         .expect("orlop is built with the tests");
-    let mut lines = BufReader::new(process.stderr.take().expect("stderr is piped")).lines().map_while(Result::ok);
+    let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     assert!(lines.any(|line| line.contains("cannot connect yet")), "the database is away");
-    let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
-    assert!(signalled.is_ok_and(|status| status.success()));
+    send_signal(process.id(), Signal::TERM);
     // A start that goes on waiting fails after 15 s with status 1.
-    let rest: Vec<String> = lines.collect();
-    assert_eq!(process.wait().expect("our child").code(), Some(0), "{rest:?}");
+    let status = ended(process).status;
+    assert_eq!(status.code(), Some(0), "{:?}", lines.collect::<Vec<_>>());
 }

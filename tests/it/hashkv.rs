@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tonic::Code;
 
-use crate::support::{Backend, Client, Etcd, Postgres, Random, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Etcd, Postgres, Random, Server, eventually, on_both_backends, orlop, run};
 
 fn put(key: &str, value: String, lease: i64) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: value.into(), lease, ..Default::default() }
@@ -28,9 +28,7 @@ fn offline(server: &Server, flags: &[&str]) -> String {
     let datastore = server
         .datastore()
         .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_orlop"));
-    command.args(["hashkv", "--datastore-endpoint", &datastore]).args(flags);
-    let output = command.output().expect("orlop is built with the tests");
+    let output = run(orlop(["hashkv", "--datastore-endpoint", &datastore]).args(flags));
     let text = if output.status.success() { output.stdout } else { output.stderr };
     String::from_utf8(text).expect("text")
 }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures_util::future::join_all;
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
 use sqlx::{
@@ -53,26 +54,29 @@ async fn probes_respond_as_in_etcd(backend: Backend) {
 
 /// Starts a server, whose database does not answer until `release` is called, and checks its probes before and after.
 async fn check_start(mut start: impl Future<Output = Server> + Unpin, probes: &str, release: impl FnOnce()) {
+    let expected = [
+        ("/livez", 200, "ok\n"),
+        ("/livez/progress", 200, "ok\n"),
+        ("/readyz", 503, "[-]start failed: the server starts: it opens the database\nreadyz check failed\n"),
+        ("/health", 503, "{\"health\":\"false\",\"reason\":\"the server starts: it opens the database\"}"),
+        ("/metrics", 503, "the server starts: it opens the database\n"),
+    ];
     let asked = async {
         eventually("an answer while the server starts", async || {
             let connected = tokio::net::TcpStream::connect(probes.trim_start_matches("http://")).await;
             connected.map(drop)
         })
         .await;
-        for (path, status, body) in [
-            ("/livez", 200, "ok\n"),
-            ("/livez/progress", 200, "ok\n"),
-            ("/readyz", 503, "[-]start failed: the server starts: it opens the database\nreadyz check failed\n"),
-            ("/health", 503, "{\"health\":\"false\",\"reason\":\"the server starts: it opens the database\"}"),
-            ("/metrics", 503, "the server starts: it opens the database\n"),
-        ] {
-            let answer = http_get(probes, path).await;
-            assert_eq!((answer.status, answer.body.as_str()), (status, body), "{path}");
-        }
+        // All at once, because the server waits for the lock of a SQLite file only for some seconds.
+        join_all(expected.map(|(path, _, _)| http_get(probes, path))).await
     };
-    tokio::select! {
+    let answers = tokio::select! {
         _ = &mut start => panic!("the server has started without its database"),
-        () = asked => release(),
+        answers = asked => answers,
+    };
+    release();
+    for ((path, status, body), answer) in expected.into_iter().zip(answers) {
+        assert_eq!((answer.status, answer.body.as_str()), (status, body), "{path}");
     }
     let server = start.await;
     for path in ["/livez", "/readyz", "/health", "/metrics", "/version"] {

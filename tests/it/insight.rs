@@ -1,38 +1,30 @@
 //! The Insight service through a gRPC client, and `orlop top`, which shows it.
 
-use std::{
-    path::Path,
-    process::{Command, Output},
-    time::Duration,
-};
+use std::{path::Path, time::Instant};
 
 use orlop_wire::proto::client::{
-    etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest, WatchCreateRequest},
+    etcdserverpb::{LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, WatchCreateRequest},
     orlopb::{
         ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest, WatchersResponse,
     },
 };
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 use tonic::Code;
 
-use crate::support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, free_port, on_both_backends};
-
-fn top(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
-    command.arg("top").args(arguments).output().expect("orlop is built with the tests")
-}
+use crate::support::{
+    Backend, Client, DEADLINE, Server, Stream, eventually, everything, free_port, on_both_backends, orlop,
+    orlop_program, prints, run, send_signal,
+};
 
 /// Runs `orlop top`, which must succeed, and returns its output.
 #[track_caller]
-fn prints(arguments: &[&str]) -> String {
-    let output = top(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).expect("text")
+fn top(arguments: &[&str]) -> String {
+    prints(&[&["top"], arguments].concat())
 }
 
 fn json(endpoint: &str) -> Value {
-    let text = prints(&["--endpoints", endpoint, "--interval", "100ms", "-w", "json"]);
+    let text = top(&["--endpoints", endpoint, "--interval", "100ms", "-w", "json"]);
     serde_json::from_str(&text).expect("JSON")
 }
 
@@ -184,26 +176,32 @@ async fn leases_that_expire_next_come_first(backend: Backend) {
 /// Each instance has read its own deadlines, so a lease that another instance renewed has a later one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leases_renewed_by_another_instance_expire_later() {
+    const TTL: i64 = 600;
     let Some(server) = Server::orlop_with(Backend::Postgres, &["--name", "one"]).await else { return };
     let other = Server::orlop_on(server.datastore().expect("a database"), &["--name", "two"]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let mut other_client = Client::connect(other.endpoint()).await;
-    for (id, ttl) in [(1, 5), (2, 60)] {
+    for (id, ttl) in [(1, TTL), (2, 10 * TTL)] {
         client.lease.lease_grant(LeaseGrantRequest { id, ttl }).await.expect("a lease");
     }
-    let renewed = async |client: &mut Client| {
-        use orlop_wire::proto::client::etcdserverpb::LeaseKeepAliveRequest;
-        let stream = tokio_stream::iter([LeaseKeepAliveRequest { id: 1 }]);
-        let answers = client.lease.lease_keep_alive(stream).await.expect("a stream");
-        answers.into_inner().message().await.expect("an answer").expect("an answer").ttl
+    let first = async || {
+        let found = client.clone().insight.expiring_leases(ExpiringLeasesRequest::default()).await.expect("leases");
+        let lease = found.into_inner().leases.swap_remove(0);
+        (lease.id, lease.remaining_ms)
     };
-    let begun = tokio::time::Instant::now();
-    while begun.elapsed() < Duration::from_secs(2) {
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    assert_eq!(renewed(&mut other_client).await, 5);
-    let found = client.insight.expiring_leases(ExpiringLeasesRequest::default()).await.expect("leases").into_inner();
-    assert!(found.leases[0].id == 1 && found.leases[0].remaining_ms > 4_000, "{found:?}");
+    eventually("the passing of two seconds", async || {
+        let (id, remaining) = first().await;
+        assert_eq!(id, 1, "the lease that expires next");
+        if remaining <= 1_000 * TTL - 2_000 { Ok(()) } else { Err(remaining) }
+    })
+    .await;
+    let renewed = Instant::now();
+    let requests = tokio_stream::iter([LeaseKeepAliveRequest { id: 1 }]);
+    let mut answers = other_client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
+    assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, TTL);
+    let (id, remaining) = first().await;
+    let min = 1_000 * TTL - 200 - i64::try_from(renewed.elapsed().as_millis()).expect("a short time");
+    assert!(id == 1 && remaining >= min, "lease {id} has {remaining} ms, expected at least {min}");
     let members = client.insight.members(MembersRequest {}).await.expect("members").into_inner();
     let leaders: Vec<_> = members.members.iter().map(|member| (&*member.name, member.leads_expiry)).collect();
     assert_eq!(leaders, [("one", true), ("two", false)]);
@@ -230,7 +228,7 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
             put(&mut writer, "/r/a/00", 100, 0).await;
         }
     });
-    let text = prints(&["--once", "--interval", "300ms", "--endpoints", server.endpoint()]);
+    let text = top(&["--once", "--interval", "300ms", "--endpoints", server.endpoint()]);
     let figures = json(server.endpoint());
     load.abort();
 
@@ -286,7 +284,7 @@ async fn top_of_etcd_lacks_what_etcd_does_not_report() {
             put(&mut writer, "/r/b", 10, 0).await;
         }
     });
-    let (text, figures) = (prints(&["--endpoints", etcd.endpoint()]), json(etcd.endpoint()));
+    let (text, figures) = (top(&["--endpoints", etcd.endpoint()]), json(etcd.endpoint()));
     load.abort();
     assert!(
         text.contains("KV/Put ") && text.contains("not reported by etcd") && text.contains("leads, this one"),
@@ -306,7 +304,7 @@ fn top_without_a_server_fails_if_it_prints_once() {
         (&["--once", "--endpoints", "http://127.0.0.1:1"][..], "cannot connect"),
         (&["--interval", "1ms"], "use 100ms to 1h"),
     ] {
-        let output = top(arguments);
+        let output = run(&mut orlop([&["top"], arguments].concat()));
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(want), "{arguments:?}: {text}");
     }
@@ -353,7 +351,7 @@ async fn top_waits_for_its_server_and_restores_the_terminal() {
     let home = tempfile::TempDir::new().expect("a folder");
     let command = format!(
         "stty rows 24 cols 80; exec {} top --interval 100ms --endpoints {}",
-        env!("CARGO_BIN_EXE_orlop"),
+        orlop_program().display(),
         server.endpoint()
     );
     for ending in ["q", "signal"] {
@@ -371,7 +369,7 @@ async fn top_waits_for_its_server_and_restores_the_terminal() {
             })
             .await;
         };
-        shows("Orlop 0.2.0").await;
+        shows(concat!("Orlop ", env!("CARGO_PKG_VERSION"))).await;
         if ending == "q" {
             server.terminate().await;
             shows("trying again").await;
@@ -387,8 +385,8 @@ async fn top_waits_for_its_server_and_restores_the_terminal() {
         } else {
             let children = format!("/proc/{id}/task/{id}/children", id = script.id().expect("it runs"));
             let children = std::fs::read_to_string(children).expect("script runs");
-            let pid = children.split_whitespace().next().and_then(|pid| Pid::from_raw(pid.parse().ok()?));
-            kill_process(pid.expect("the command has a process"), Signal::TERM).expect("it runs");
+            let pid = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
+            send_signal(pid.expect("the command has a process"), Signal::TERM);
         }
         let status = tokio::time::timeout(DEADLINE, script.wait()).await.expect("top ends").expect("a status");
         assert!(status.success(), "{ending}: {status}");

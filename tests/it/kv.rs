@@ -19,7 +19,10 @@ use tokio::{io::AsyncWriteExt as _, net::TcpStream, time::timeout};
 use tonic::{Code, Status};
 
 use self::txn::op;
-use crate::support::{Backend, Client, Server, eventually, http_get, on_both_backends};
+use crate::{
+    hostile::wire::{DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers, message},
+    support::{Backend, Client, Server, eventually, http_get, on_both_backends},
+};
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
 async fn history(backend: Backend) -> Option<(Server, Client)> {
@@ -301,6 +304,7 @@ async fn list_contains_the_store_at_its_header_revision(backend: Backend) {
         let newest = answer.kvs.iter().map(|kv| kv.mod_revision).max().expect("there are keys");
         assert_eq!(newest, answer.header.expect("a header").revision, "every revision writes a key of the list");
     }
+    assert!(!writing.is_finished(), "keys were written until now");
     writing.abort();
 }
 
@@ -331,25 +335,11 @@ async fn large_responses_arrive_complete(backend: Backend) {
 async fn interrupted_request_does_not_block_others(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let address = server.endpoint().strip_prefix("http://").expect("an http endpoint");
-    let message = range("a", "").encode_to_vec();
-    let framed = [&[0][..], &u32::try_from(message.len()).expect("the length fits").to_be_bytes(), &message].concat();
-    let text = |text: &str| [&[u8::try_from(text.len()).expect("the length fits")][..], text.as_bytes()].concat();
-    let headers = [
-        &[0x83, 0x86, 0x04][..],
-        &text("/etcdserverpb.KV/Range"),
-        &[0x01],
-        &text(address),
-        &[0x0f, 0x10],
-        &text("application/grpc"),
-        &[0x00],
-        &text("te"),
-        &text("trailers"),
-    ];
     let http2 = [
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
-        http2_frame(0x4, 0, 0, &[]),
-        http2_frame(0x1, 0x4, 1, &headers.concat()),
-        http2_frame(0x0, 0, 1, &framed),
+        PREFACE.to_vec(),
+        frame(SETTINGS, 0, 0, &[]),
+        frame(HEADERS, END_HEADERS, 1, &headers("/etcdserverpb.KV/Range", &[])),
+        frame(DATA, 0, 1, &message(&range("a", "").encode_to_vec())),
     ];
     let mut connection = TcpStream::connect(address).await.expect("the server accepts connections");
     connection.write_all(&http2.concat()).await.expect("the server reads");
@@ -366,11 +356,6 @@ async fn interrupted_request_does_not_block_others(backend: Backend) {
         client.kv.put(put("after", "it")).await.expect("a put");
     };
     timeout(Duration::from_secs(20), puts).await.expect("others are served");
-}
-
-fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let len = u32::try_from(payload.len()).expect("the length fits").to_be_bytes();
-    [&len[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
 on_both_backends!(

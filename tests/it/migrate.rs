@@ -1,11 +1,12 @@
 //! `orlop migrate`: a store is copied while clients write to it, and clients go on at the copy where they were.
 
 mod moved;
+mod stopped;
 
 use std::{
     fs::File,
     path::PathBuf,
-    process::{Child, Command, ExitStatus},
+    process::{Child, ExitStatus},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -15,8 +16,10 @@ use std::{
 use orlop_wire::proto::client::etcdserverpb::{
     AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, CompactionRequest, LeaseGrantRequest, RangeRequest,
 };
+use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::task::JoinSet;
+use tonic::Code;
 
 use crate::{
     snapshot::{
@@ -24,7 +27,10 @@ use crate::{
         etcd::{add_users, check_same, seen},
         put,
     },
-    support::{Backend, Client, Etcd, Link, Postgres, Random, Server, eventually, on_both_backends},
+    support::{
+        Backend, Client, Etcd, Link, Postgres, Random, Server, eventually, on_both_backends, orlop, prints, run,
+        send_signal,
+    },
 };
 
 const WRITERS: u64 = 16;
@@ -52,8 +58,7 @@ impl Destination {
     fn migrate(&self, source: &str, flags: &[&str]) -> Migrator {
         let output = self.home.path().join("output");
         let file = File::create(&output).expect("a file");
-        let process = Command::new(env!("CARGO_BIN_EXE_orlop"))
-            .args(["migrate", "--from", source, "--datastore-endpoint", &self.datastore])
+        let process = orlop(["migrate", "--from", source, "--datastore-endpoint", &self.datastore])
             .args(flags)
             .stdout(file.try_clone().expect("a descriptor"))
             .stderr(file)
@@ -83,9 +88,7 @@ impl Destination {
 
     /// Starts a server on the copy, which must be sound.
     async fn server(&self) -> Server {
-        let check = ["check", "--datastore-endpoint", &self.datastore];
-        let checked = Command::new(env!("CARGO_BIN_EXE_orlop")).args(check).output().expect("orlop is built");
-        assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+        prints(&["check", "--datastore-endpoint", &self.datastore]);
         Server::orlop_on(&self.datastore, &[]).await
     }
 
@@ -124,9 +127,13 @@ impl Migrator {
         self.process.wait().expect("our child");
     }
 
+    /// Sends SIGTERM.
+    fn signal(&self) {
+        send_signal(self.process.id(), Signal::TERM);
+    }
+
     async fn terminate(mut self) -> (ExitStatus, String) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &pid]).status().is_ok_and(|status| status.success()));
+        self.signal();
         (self.ended().await, self.output())
     }
 }
@@ -232,8 +239,7 @@ async fn compacted_source_is_copied_again(backend: Backend) {
     let migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     migrator.kill();
-    let orlop = [env!("CARGO_BIN_EXE_orlop"), "--datastore-endpoint", &destination.datastore];
-    let refused = Command::new(orlop[0]).args(&orlop[1..]).output().expect("orlop is built with the tests");
+    let refused = run(&mut orlop(["--datastore-endpoint", &destination.datastore]));
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(!refused.status.success() && text.contains("unfinished copy of another store"), "{text}");
     fill(&mut client).await;
@@ -315,12 +321,19 @@ async fn store_with_auth_is_copied(etcd: Etcd, backend: Backend) {
     let root = AuthUserGrantRoleRequest { user: "root".to_owned(), role: "root".to_owned() };
     client.auth.user_grant_role(root).await.expect("a role");
     client.auth.auth_enable(AuthEnableRequest {}).await.expect("users");
-    destination.check_refused(&source, &["the source refuses a request", "user name is empty"]).await;
+    let hint = "--user, or the variables ETCDCTL_USER and ETCDCTL_PASSWORD";
+    destination.check_refused(&source, &["the source refuses a request", "user name is empty", hint]).await;
+    let file = destination.home.path().join("saved.db");
+    let save = ["snapshot", "save", "--endpoints", source.endpoint(), file.to_str().expect("text")];
+    let refused = run(&mut orlop(save));
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains(hint), "{text}");
     destination.copied(&source, &["--user", "root:wonder"]).await;
     let copy = destination.server().await;
     let mut client = Client::connect(copy.endpoint()).await;
     let range = RangeRequest { key: "a".into(), ..Default::default() };
-    assert!(client.kv.range(range.clone()).await.is_err(), "a login is needed");
+    let refused = client.kv.range(range.clone()).await.expect_err("a login is needed");
+    assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, "etcdserver: user name is empty"));
     let token = client.log_in("alice", "wonder").await.expect("the password is copied");
     client.act_with(Some(&token));
     client.kv.range(range).await.expect("the rights are copied");

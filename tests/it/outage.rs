@@ -7,6 +7,7 @@ use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 use orlop_wire::proto::client::etcdserverpb::{
     DefragmentRequest, PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
 };
+use sqlx::{Connection as _, PgConnection};
 use tokio::time::{sleep, timeout};
 use tonic::{Code, metadata::MetadataMap};
 
@@ -14,7 +15,7 @@ use crate::{
     auth,
     support::{
         Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, database_name, eventually,
-        everything, http_get,
+        everything, http_get, orlop, run,
     },
 };
 
@@ -107,9 +108,7 @@ async fn top_shows_an_outage() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     postgres.stop();
-    let mut top = tokio::process::Command::new(env!("CARGO_BIN_EXE_orlop"));
-    let shown = top.args(["top", "--once", "--interval", "100ms", "--endpoints", server.endpoint()]).output().await;
-    let shown = shown.expect("orlop is built with the tests");
+    let shown = run(&mut orlop(["top", "--once", "--interval", "100ms", "--endpoints", server.endpoint()]));
     assert!(String::from_utf8_lossy(&shown.stdout).contains("etcdserver: no leader"), "{shown:?}");
 }
 
@@ -334,29 +333,15 @@ async fn lost_connection_ends_a_defragmentation() {
     let Some(postgres) = Postgres::shared().await else { return };
     let (link, server, datastore) = server_behind_link(postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let database = database_name(&datastore).to_owned();
-    let lock = format!("LOCK TABLE {database}.kv_log IN SHARE UPDATE EXCLUSIVE MODE");
-    let holding = std::thread::spawn({
-        let (database, lock) = (database.clone(), lock.clone());
-        move || postgres.psql(&database, &format!("BEGIN; {lock}; SELECT pg_sleep(4); COMMIT"))
-    });
-    eventually("the lock", async || {
-        let tried = postgres.psql(
-            &database,
-            &format!(
-                "SELECT count(*) FROM pg_locks WHERE granted \
-            AND mode = 'ShareUpdateExclusiveLock' AND relation = '{database}.kv_log'::regclass"
-            ),
-        );
-        if tried == "1" { Ok(()) } else { Err(tried) }
-    })
-    .await;
+    let mut holder = PgConnection::connect(&datastore).await.expect("the database exists");
+    let lock = "BEGIN; LOCK TABLE kv_log IN SHARE UPDATE EXCLUSIVE MODE";
+    sqlx::raw_sql(lock).execute(&mut holder).await.expect("an owner may lock");
     let mut waiting = client.clone();
     let lost = tokio::spawn(async move { waiting.maintenance.defragment(DefragmentRequest {}).await });
-    link.lose(port_of(postgres, &database, "VACUUM %").await);
+    link.lose(port_of(postgres, database_name(&datastore), "VACUUM %").await);
     let error = timeout(DEADLINE, lost).await.expect("it ends").expect("no panic").expect_err("its connection is lost");
     assert_eq!(error.code(), Code::Unavailable, "{error:?}");
-    holding.join().expect("psql succeeds");
+    sqlx::raw_sql("ROLLBACK").execute(&mut holder).await.expect("the lock is released");
     client.maintenance.defragment(DefragmentRequest {}).await.expect("a defragmentation");
 }
 
@@ -404,10 +389,7 @@ async fn changed_password_needs_no_restart() {
 
 /// Starts Orlop, which must fail, and returns the error text.
 fn start_refused(endpoint: &str) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
-        .output()
-        .expect("orlop is built with the tests");
+    let output = run(&mut orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint]));
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!text.contains("pass word") && !text.contains("pass%20word") && !text.contains("panicked"), "{text}");

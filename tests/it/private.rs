@@ -3,16 +3,16 @@
 use std::{
     collections::BTreeMap,
     fs,
-    io::{BufRead as _, BufReader},
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::support::{Client, Fsync, Postgres, eventually, http_get};
+use crate::support::{Client, Fsync, Lines, Postgres, ended, eventually, http_get, orlop_program, send_signal};
 
 /// An Orlop with its own folder; its output goes to files.
 struct Orlop {
@@ -32,7 +32,7 @@ impl Orlop {
     /// Returns a command that runs Orlop in its folder with the umask, and appends its output to the log.
     fn command(&self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Command {
         let mut command = Command::new("sh");
-        command.args(["-c", &format!("umask {umask}; exec \"$@\""), "sh", env!("CARGO_BIN_EXE_orlop")]);
+        command.args(["-c", &format!("umask {umask}; exec \"$@\""), "sh"]).arg(orlop_program());
         let log = fs::File::options().create(true).append(true).open(self.file("log")).expect("a file");
         command.args(arguments).envs(variables.iter().copied()).current_dir(self.home.path());
         command.stdout(log.try_clone().expect("a file")).stderr(log);
@@ -42,23 +42,23 @@ impl Orlop {
     /// Starts the server and returns its address.
     fn start(&mut self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> String {
         let mut process = self.command(umask, arguments, variables).stdout(Stdio::piped()).spawn().expect("sh");
-        let mut lines = BufReader::new(process.stdout.take().expect("stdout is piped")).lines();
+        let mut lines = Lines::of(process.stdout.take().expect("stdout is piped"));
         self.process = Some(process);
-        let ready = lines.next().unwrap_or_else(|| panic!("the server did not start: {}", self.log())).expect("text");
+        let ready = lines.next().unwrap_or_else(|| panic!("the server did not start: {}", self.log()));
         ready.rsplit(' ').next().expect("an address").to_owned()
     }
 
     /// Runs Orlop, which must exit with an error.
     fn fail(&self, arguments: &[&str], variables: &[(&str, &str)]) {
-        let status = self.command("022", arguments, variables).status().expect("sh");
+        let process = self.command("022", arguments, variables).spawn().expect("sh");
+        let status = ended(process).status;
         assert!(matches!(status.code(), Some(1 | 2)), "{status:?}");
     }
 
     fn stop(&mut self) {
-        let Some(mut process) = self.process.take() else { return };
-        let signalled = Command::new("kill").args(["-TERM", &process.id().to_string()]).status();
-        assert!(signalled.is_ok_and(|status| status.success()));
-        assert!(process.wait().is_ok_and(|status| status.success()), "{}", self.log());
+        let Some(process) = self.process.take() else { return };
+        send_signal(process.id(), Signal::TERM);
+        assert!(ended(process).status.success(), "{}", self.log());
     }
 
     fn log(&self) -> String {

@@ -1,7 +1,7 @@
 //! The saved index, a file beside SQLite's database or a table in Postgres: a start with it serves the same as a start that
 //! reads the whole log, and one that is damaged or of another database is not used.
 
-use std::{fs, path::Path, process::Command};
+use std::{fs, path::Path};
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, HashKvRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
@@ -10,7 +10,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Place, Postgres, Server, database_name, eventually, on_both_backends};
+use crate::support::{Backend, Client, Place, Postgres, Server, database_name, eventually, on_both_backends, prints};
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
 const LOADED: &str = "saved index loaded";
@@ -201,14 +201,10 @@ async fn newer_rows_are_read_from_the_log_after_a_crash(backend: Backend) {
     })
     .await;
     server.kill();
-    let mut check = Command::new(env!("CARGO_BIN_EXE_orlop"));
     match server.datastore() {
-        Some(endpoint) => check.args(["check", "--datastore-endpoint", endpoint]),
-        None => check.args(["check", "--data-dir"]).arg(server.data_dir()),
+        Some(endpoint) => prints(&["check", "--datastore-endpoint", endpoint]),
+        None => prints(&["check", "--data-dir", server.data_dir().to_str().expect("text")]),
     };
-    let checked = check.output();
-    let checked = checked.expect("orlop check can be started");
-    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
     server.restart().await;
     assert!(server.log().matches(LOADED).count() >= 3, "{}", server.log_tail());
 }

@@ -3,7 +3,11 @@
 //! `ORLOP_SIZE_KEYS` sets the number of keys. The default is 150,000. If `CI` is set, it is 1,000,000 on SQLite and 300,000
 //! on Postgres.
 
-use std::time::Instant;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Instant,
+};
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DefragmentRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
@@ -12,9 +16,10 @@ use orlop_wire::proto::client::etcdserverpb::{
 
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
 use tokio::time::timeout;
+use tonic::Code;
 
 use crate::support::{
-    Backend, Client, DEADLINE, Postgres, Random, Server, database_name, eventually, on_both_backends, skip,
+    Backend, Client, DEADLINE, Postgres, Random, Server, database_name, eventually, memory_kib, on_both_backends, skip,
 };
 
 const LOADERS: usize = 8;
@@ -42,25 +47,18 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
 
     // A compaction at the revision of the delete would keep the tombstones. A compaction at a later revision, which a
     // put creates, deletes them.
-    let mut deleted = 0;
     // On a busy machine, Postgres's time limit for a statement is too short for all keys at once.
-    for quarter in 0..4 {
-        let request = DeleteRangeRequest {
-            key: key(keys * quarter / 4).into(),
-            range_end: key(keys * (quarter + 1) / 4).into(),
-            ..Default::default()
-        };
-        deleted += client.kv.delete_range(request).await.expect("a delete").into_inner().deleted;
+    for part in 0..16 {
+        delete(&client, keys * part / 16..keys * (part + 1) / 16).await;
     }
-    assert_eq!(deleted, keys as i64);
     // The index now has two rows of each key.
-    let memory = memory_kib(&server);
+    let memory = memory_kib(server.pid(), "VmRSS");
     for _ in 0..2 {
         let put = PutRequest { key: "last".into(), ..Default::default() };
         let revision = client.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
         client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
     }
-    let memory_after = memory_kib(&server);
+    let memory_after = memory_kib(server.pid(), "VmRSS");
     println!("memory {memory} to {memory_after} KiB");
     // The allocator may retain more memory than a small index frees.
     if keys >= 1_000_000 {
@@ -71,6 +69,24 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
         None => file_shrinks(&mut client, &server, file).await,
         Some(database) => tables_shrink(&mut client, database, file).await,
     }
+}
+
+/// Deletes keys, again if the database did not answer in time.
+async fn delete(client: &Client, keys: Range<usize>) {
+    let request =
+        DeleteRangeRequest { key: key(keys.start).into(), range_end: key(keys.end).into(), ..Default::default() };
+    let attempts = AtomicUsize::new(0);
+    let deleted = eventually("a delete", async || {
+        attempts.fetch_add(1, Ordering::Relaxed);
+        match client.clone().kv.delete_range(request.clone()).await {
+            Err(error) if error.code() == Code::Unavailable => Err(error),
+            deleted => Ok(deleted.expect("a delete").into_inner().deleted),
+        }
+    })
+    .await;
+    // An attempt without an answer may have deleted the keys.
+    let is_all = deleted == keys.len() as i64;
+    assert!(is_all || attempts.into_inner() > 1 && deleted == 0, "{deleted} of {} keys", keys.len());
 }
 
 /// SQLite returns unused pages to the file system.
@@ -248,12 +264,6 @@ async fn read_in_pages(client: &mut Client, keys: usize) {
 
 async fn file_bytes(client: &mut Client) -> i64 {
     client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner().db_size
-}
-
-fn memory_kib(server: &Server) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("/proc is readable");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the line has a size");
-    line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
 }
 
 /// The log reads many rows as one value of SQLite, which has a limit of 1,000,000,000 bytes; if a group of rows is

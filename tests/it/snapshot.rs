@@ -6,7 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -24,7 +24,9 @@ use orlop_wire::proto::client::{
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 
-use crate::support::{Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, skip};
+use crate::support::{
+    Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, orlop, prints, run, skip,
+};
 
 const WRITERS: u64 = 4;
 /// Number of requests before the snapshot is requested. A tenth of this number follows the snapshot.
@@ -35,18 +37,6 @@ const WRITES_BEFORE: usize = 1_000;
 pub struct Leases {
     granted: BTreeMap<i64, i64>,
     revoked: BTreeMap<i64, i64>,
-}
-
-fn orlop(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
-}
-
-/// Runs Orlop, which must succeed, and returns its output.
-#[track_caller]
-fn prints(arguments: &[&str]) -> String {
-    let output = orlop(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).expect("text")
 }
 
 /// Saves a snapshot as etcdctl does: the file contains all received pieces. Its last 32 bytes are the checksum.
@@ -86,8 +76,7 @@ pub async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Se
     };
     let found = prints(&["snapshot", "restore", path(file), "--datastore-endpoint", &datastore]);
     assert!(found.starts_with("restored into ") && !found.contains("pass%20word"), "{found}");
-    let checked = orlop(&["check", "--datastore-endpoint", &datastore]);
-    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+    prints(&["check", "--datastore-endpoint", &datastore]);
     Some(Server::orlop_on(&datastore, &[]).await)
 }
 
@@ -247,10 +236,8 @@ async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
     for (revision, keys) in [(0, 0), (2, 1)] {
         let home = TempDir::new().expect("a folder");
         let file = home.path().join("saved.db");
-        let saved = Command::new(&etcdctl)
-            .args(["--endpoints", server.endpoint(), "snapshot", "save", path(&file)])
-            .output()
-            .expect("etcdctl can be started");
+        let save = ["--endpoints", server.endpoint(), "snapshot", "save", path(&file)];
+        let saved = run(Command::new(&etcdctl).args(save));
         assert!(saved.status.success(), "{}", String::from_utf8_lossy(&saved.stderr));
         let found = status(&file);
         assert_eq!((&found["revision"], &found["totalKey"]), (&revision.into(), &keys.into()));
@@ -266,7 +253,7 @@ async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
 /// Runs Orlop, which must fail with an error that contains all texts in `because`.
 #[track_caller]
 fn check_refused(arguments: &[&str], because: &[&str]) {
-    let output = orlop(arguments);
+    let output = run(&mut orlop(arguments));
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
     for because in because {

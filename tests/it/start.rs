@@ -2,27 +2,22 @@
 
 use std::{
     fs,
-    io::BufRead as _,
     path::Path,
-    process::{Command, Output},
+    process::{Output, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{
     MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
 };
+use rustix::process::Signal;
 
-use crate::support::{Backend, Client, DEADLINE, Disk, Place, Server};
+use crate::support::{
+    Backend, Client, DEADLINE, Disk, Lines, Place, Server, ended, orlop, orlop_program, run_within, send_signal,
+};
 
 /// Runs orlop until it ends by itself.
 pub fn run(home: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
-    let mut command = Command::new("timeout");
-    command
-        .arg("20")
-        .arg(env!("CARGO_BIN_EXE_orlop"))
-        .args(arguments)
-        .envs(variables.iter().copied())
-        .current_dir(home);
-    command.output().expect("orlop is built with the tests")
+    run_within(DEADLINE, orlop(arguments).envs(variables.iter().copied()).current_dir(home))
 }
 
 #[track_caller]
@@ -226,10 +221,7 @@ async fn wal_is_preallocated() {
 /// Otherwise a server that needs little space would raise NOSPACE.
 #[tokio::test]
 async fn wal_is_not_preallocated_if_that_would_fill_the_disk() {
-    let Some(disk) = Disk::mount(60) else {
-        println!("skipped: no right to mount a disk");
-        return;
-    };
+    let Some(disk) = Disk::mount(60) else { return };
     let place = Place { data: Some(disk.path().to_owned()), ..Place::default() };
     let server = Server::orlop_at(None, &[], place).await;
     let bytes = server.data_dir().join("orlop.db-wal").metadata().expect("the WAL exists").len();
@@ -258,21 +250,20 @@ async fn flags_override_variables_and_variables_override_the_file() {
 
 #[test]
 fn completions_end_quietly_if_the_reader_stops() {
-    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["completions", "bash"])
-        .stdout(std::process::Stdio::piped())
-        .stderr(std::process::Stdio::piped())
+    let mut process = orlop(["completions", "bash"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         .spawn()
         .expect("orlop is built with the tests");
-    drop(orlop.stdout.take());
-    let output = orlop.wait_with_output().expect("orlop ends");
+    drop(process.stdout.take());
+    let output = ended(process);
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
 /// The command line as kubeadm writes it into a control plane's manifest.
 #[tokio::test]
 async fn etcd_command_line_is_accepted() {
-    let server = sqlite(&[
+    let flags = [
         "--advertise-client-urls=http://10.0.0.1:2379",
         "--feature-gates=InitialCorruptCheck=true",
         "--initial-advertise-peer-urls=https://10.0.0.1:2380",
@@ -294,8 +285,13 @@ async fn etcd_command_line_is_accepted() {
         "--name=given twice",
         "-name=node",
         "--log-format=console",
-    ])
-    .await;
+    ];
+    check_etcd_command_line(&flags).await;
+    check_etcd_command_line(&[&["serve"][..], &flags].concat()).await;
+}
+
+async fn check_etcd_command_line(arguments: &[&str]) {
+    let server = sqlite(arguments).await;
     let mut client = Client::connect(server.endpoint()).await;
     let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner();
     assert_eq!((&*list.members[0].name, &*list.members[0].client_ur_ls[0]), ("node", "http://10.0.0.1:2379"));
@@ -320,17 +316,15 @@ async fn etcd_command_line_is_accepted() {
 async fn kine_listen_address_replaces_the_default_and_adds_to_others() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let run = |flags: &[&str]| {
-        let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
-            .args(flags)
+        let mut process = orlop(flags)
             .current_dir(home.path())
-            .stdout(std::process::Stdio::piped())
-            .stderr(std::process::Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
             .spawn()
             .expect("orlop is built with the tests");
-        let stdout = orlop.stdout.take().expect("stdout is piped");
-        let urls = std::io::BufReader::new(stdout).lines().map_while(Result::ok).take(flags.len() / 2);
+        let urls = Lines::of(process.stdout.take().expect("stdout is piped")).take(flags.len() / 2);
         let urls: Vec<String> = urls.map(|line| line.rsplit(' ').next().unwrap_or_default().to_owned()).collect();
-        orlop.kill().and_then(|()| orlop.wait().map(drop)).expect("our child can be ended");
+        process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
         urls
     };
     let socket = format!("unix://{}", home.path().join("sock").display());
@@ -353,7 +347,7 @@ fn binary_needs_no_glibc_newer_than_documented() {
         include_str!("../../README.md").contains(&documented)
             && include_str!("../../docs/how-to/systemd.md").contains(&documented)
     );
-    let binary = fs::read(env!("CARGO_BIN_EXE_orlop")).expect("orlop is built with the tests");
+    let binary = fs::read(orlop_program()).expect("orlop is built with the tests");
     let needed = binary.windows(8).enumerate().filter(|(_, bytes)| *bytes == b"GLIBC_2.").map(|(at, _)| {
         let digits = binary[at + 8..].iter().take_while(|byte| byte.is_ascii_digit());
         digits.fold(0, |number, digit| number * 10 + u32::from(digit - b'0'))
@@ -382,11 +376,10 @@ fn service_manager_is_notified_of_start_and_stop() {
     let path = home.path().join("notify.sock");
     let socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket can be bound");
     socket.set_read_timeout(Some(DEADLINE)).expect("a deadline can be set");
-    let mut orlop = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["--listen-client-urls", "http://127.0.0.1:0"])
+    let process = orlop(["--listen-client-urls", "http://127.0.0.1:0"])
         .env("NOTIFY_SOCKET", &path)
         .current_dir(home.path())
-        .stdout(std::process::Stdio::null())
+        .stdout(Stdio::null())
         .spawn()
         .expect("orlop is built with the tests");
     let state = || {
@@ -395,10 +388,9 @@ fn service_manager_is_notified_of_start_and_stop() {
         String::from_utf8_lossy(&text[..len]).into_owned()
     };
     assert_eq!(state(), "READY=1");
-    let ended = Command::new("kill").args(["-TERM", &orlop.id().to_string()]).status();
-    assert!(ended.is_ok_and(|status| status.success()));
+    send_signal(process.id(), Signal::TERM);
     assert_eq!(state(), "STOPPING=1");
-    assert!(orlop.wait().is_ok_and(|status| status.success()));
+    assert!(ended(process).status.success());
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod link;
 mod mysql;
 mod patroni;
 mod postgres;
+mod program;
 mod proxy;
 mod random;
 mod server;
@@ -30,7 +31,8 @@ pub use self::{
     link::{Link, NetworkState},
     mysql::MySql,
     patroni::{Patroni, Scope},
-    postgres::{Fsync, Postgres, database_name, free_port, user},
+    postgres::{Fsync, Postgres, database_name, free_port, psql, user},
+    program::{Lines, ended, memory_kib, orlop, orlop_program, prints, run, run_async, run_within, send_signal, wait},
     proxy::{Cut, Proxy},
     random::Random,
     server::{Place, Server, home},

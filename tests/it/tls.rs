@@ -14,7 +14,10 @@ use tokio::{
 
 use crate::{
     start::check_refused,
-    support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, http_get, skip},
+    support::{
+        Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, free_port, http_get, orlop_program,
+        skip,
+    },
 };
 
 fn text(path: &Path) -> &str {
@@ -150,7 +153,7 @@ async fn bench_command_uses_certificate_and_root() {
             true,
         ),
     ] {
-        let mut bench = Command::new(env!("CARGO_BIN_EXE_orlop"));
+        let mut bench = Command::new(orlop_program());
         bench.args(["bench", "--endpoints", server.endpoint(), "--total", "20", "--warmup", "0s", "--json"]);
         let ended = output(bench.args(&flags).arg("put")).await;
         assert_eq!(ended.status.success(), served, "{what}: {ended:?}");
@@ -162,7 +165,7 @@ async fn bench_command_uses_certificate_and_root() {
 async fn commands_say_what_is_wrong_with_the_certificate_of_an_authority() {
     let Some(authority) = Authority::new() else { return };
     let server = server(&authority.certificate(), &[]).await;
-    let mut status = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let mut status = Command::new(orlop_program());
     let ended =
         output(status.args(["status", "--endpoints", server.endpoint(), "--cacert", text(&authority.root())])).await;
     let said = String::from_utf8_lossy(&ended.stderr);
@@ -239,9 +242,7 @@ async fn generated_certificate_survives_a_restart() {
 async fn metrics_are_served_on_their_own_address() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let root = authority.root();
-    let port =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port").port();
-    let metrics = format!("http://127.0.0.1:{port}");
+    let metrics = format!("http://127.0.0.1:{}", free_port());
     let flags = ["--trusted-ca-file", text(&root), "--listen-metrics-urls", &metrics];
     let _server = server(&authority.sign("server", 30), &flags).await;
     let identity = Identity { root: &root, certificate: None };
@@ -263,9 +264,7 @@ async fn metrics_are_served_on_their_own_address() {
 async fn certificate_expiry_is_exported() {
     const DAY: f64 = 24.0 * 60.0 * 60.0;
     let Some(authority) = Authority::new() else { return };
-    let port =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port").port();
-    let metrics = format!("http://127.0.0.1:{port}");
+    let metrics = format!("http://127.0.0.1:{}", free_port());
     let certificate = authority.sign("server", 30);
     let _server = server(&certificate, &["--listen-metrics-urls", &metrics]).await;
     let expiry = async || {

@@ -41,7 +41,7 @@ async fn slow(server: &Server, method: &str) -> Vec<serde_json::Value> {
 
 async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
-    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..2 {
         client.kv.put(put("key/1")).await.expect("a put");
@@ -87,20 +87,20 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     }
     let ids: Vec<_> = slow(&server, "etcdserverpb.KV/Put").await.iter().map(|line| line["id"].clone()).collect();
     assert!(ids[0] != ids[1] && ids[0].as_str().is_some_and(|id| id.len() == 16), "{ids:?}");
+    server.terminate().await;
     assert!(!server.log().contains(VALUE), "no value is logged");
 }
 
 /// With the level debug, every unary call is logged with etcd's message and fields.
 async fn requests_are_logged_at_debug(backend: Backend) {
     for (level, is_logged) in [("info", false), ("debug", true), ("info,orlop::requests=debug", true)] {
-        let Some(server) = Server::orlop_with(backend, &["--log-format", "json", "--log-level", level]).await else {
-            return;
-        };
+        let flags = ["--log-format", "json", "--log-level", level];
+        let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
         client.kv.put(put("key/1")).await.expect("a put");
         let range = RangeRequest { key: "key/1".into(), ..Default::default() };
         client.kv.range(range).await.expect("a range");
-        let found = |path: &str| {
+        let found = |server: &Server, path: &str| {
             let log = server.log();
             let mut lines = log.lines().map(|line| serde_json::from_str(line).expect("a JSON object"));
             lines
@@ -108,13 +108,15 @@ async fn requests_are_logged_at_debug(backend: Backend) {
                 .ok_or(log)
         };
         if !is_logged {
-            assert!(found("/etcdserverpb.KV/Put").is_err(), "{level}");
+            // A line may be written after the response.
+            server.terminate().await;
+            assert!(found(&server, "/etcdserverpb.KV/Put").is_err(), "{level}");
             continue;
         }
         for (path, count, request) in
             [("/etcdserverpb.KV/Put", 0, "put key=key/1"), ("/etcdserverpb.KV/Range", 1, "range key=key/1 pairs=1")]
         {
-            let line = eventually(path, async || found(path)).await;
+            let line = eventually(path, async || found(&server, path)).await;
             assert_eq!((&line["level"], &line["response count"]), (&"debug".into(), &count.into()), "{line}");
             assert_eq!(line["request content"], request, "{line}");
             assert!(line["remote"].as_str().is_some_and(|remote| remote.starts_with("127.0.0.1:")), "{line}");
@@ -124,6 +126,7 @@ async fn requests_are_logged_at_debug(backend: Backend) {
                 assert!(line[time].as_str().is_some_and(|text| !text.is_empty()), "{line}");
             }
         }
+        server.terminate().await;
         assert!(!server.log().contains(VALUE), "no value is logged");
     }
 }

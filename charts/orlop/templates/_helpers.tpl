@@ -108,7 +108,7 @@ accessModes:
 {{- if eq .storageClassName "-" }}
 storageClassName: ""
 {{- else if .storageClassName }}
-storageClassName: {{ .storageClassName }}
+storageClassName: {{ .storageClassName | quote }}
 {{- end }}
 resources:
   requests:
@@ -166,6 +166,9 @@ http://$(POD_IP):2379
 {{- if and (not .enabled) (or .clientCertAuth .certManager.enabled .existingSecret) }}
 {{- fail "tls.existingSecret, tls.certManager and tls.clientCertAuth need tls.enabled" }}
 {{- end }}
+{{- end }}
+{{- if and (hasPrefix "[" .Values.listenAddress) (eq .Values.datastore.kind "postgres") (not .Values.tls.enabled) (not .Values.advertiseClientUrls) }}
+{{- fail "listenAddress of IPv6 with datastore.kind postgres and without TLS needs advertiseClientUrls: the IP address of a pod has no brackets" }}
 {{- end }}
 {{- if and .Values.service.loadBalancerSourceRanges (ne .Values.service.type "LoadBalancer") }}
 {{- fail "service.loadBalancerSourceRanges needs service.type LoadBalancer" }}

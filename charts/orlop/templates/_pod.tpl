@@ -12,7 +12,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "orlop.serviceAccountName" . }}
+  serviceAccountName: {{ include "orlop.serviceAccountName" . | quote }}
   automountServiceAccountToken: {{ .Values.serviceAccount.automountServiceAccountToken }}
   # Otherwise a Service named orlop adds variables that begin with ORLOP_ to every pod of the namespace.
   enableServiceLinks: false
@@ -24,7 +24,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with .Values.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with .Values.nodeSelector }}
   nodeSelector:
@@ -93,8 +93,8 @@ spec:
         - name: ORLOP_DATASTORE_ENDPOINT
           valueFrom:
             secretKeyRef:
-              name: {{ .Values.datastore.postgres.existingSecret }}
-              key: {{ .Values.datastore.postgres.secretKey }}
+              name: {{ .Values.datastore.postgres.existingSecret | quote }}
+              key: {{ .Values.datastore.postgres.secretKey | quote }}
         - name: ORLOP_DATASTORE_CONNECTIONS
           value: {{ printf "%d" (int .Values.datastore.postgres.connections) | quote }}
         {{- else }}
@@ -201,7 +201,7 @@ spec:
 {{- if .Values.persistence.existingClaim }}
 - name: data
   persistentVolumeClaim:
-    claimName: {{ .Values.persistence.existingClaim }}
+    claimName: {{ .Values.persistence.existingClaim | quote }}
 {{- else if not .Values.persistence.enabled }}
 - name: data
   emptyDir: {}
@@ -209,7 +209,7 @@ spec:
 {{- else if .Values.datastore.postgres.tlsSecret }}
 - name: postgres
   secret:
-    secretName: {{ .Values.datastore.postgres.tlsSecret }}
+    secretName: {{ .Values.datastore.postgres.tlsSecret | quote }}
     defaultMode: 0440
 {{- end }}
 {{- if include "orlop.tmp" . }}
@@ -219,15 +219,15 @@ spec:
 {{- if .Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ include "orlop.tlsSecret" . }}
+    secretName: {{ include "orlop.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- if .Values.tls.clientCertAuth }}
 - name: client-ca
   secret:
-    secretName: {{ default (include "orlop.tlsSecret" .) .Values.tls.clientCA.existingSecret }}
+    secretName: {{ default (include "orlop.tlsSecret" .) .Values.tls.clientCA.existingSecret | quote }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.tls.clientCA.key }}
+      - key: {{ .Values.tls.clientCA.key | quote }}
         path: ca.crt
 {{- end }}
 {{- end }}

@@ -40,3 +40,14 @@ pub fn describe(status: &tonic::Status) -> String {
     }
     text
 }
+
+/// Returns what to do about an error of the server's Auth in a request that only the role root may send; an empty text for
+/// other errors.
+pub fn hint_at_root(status: &tonic::Status) -> &'static str {
+    let of_auth = ["user name is empty", "permission denied"];
+    if of_auth.iter().any(|text| status.message().contains(text)) {
+        "; log in as a user with the role root: --user, or the variables ETCDCTL_USER and ETCDCTL_PASSWORD"
+    } else {
+        ""
+    }
+}

@@ -199,6 +199,19 @@ impl TreeIndex {
         self.keys.range::<[u8], _>(bounds).filter_map(move |(key, index)| Some((key, index.at(at)?)))
     }
 
+    /// Passes the keys within `bounds` that were live at `at` to `visit`, in order. Returns the number of keys that it has
+    /// looked at: those within `bounds` that have any history.
+    pub fn visit(&self, bounds: KeyBounds<'_>, at: Revision, mut visit: impl FnMut(&Key, Entry)) -> usize {
+        let mut visited = 0;
+        for (key, index) in self.keys.range::<[u8], _>(bounds) {
+            visited += 1;
+            if let Some(entry) = index.at(at) {
+                visit(key, entry);
+            }
+        }
+        visited
+    }
+
     /// Returns the first and the last key within `bounds` that have any history.
     pub fn ends(&self, bounds: KeyBounds<'_>) -> (Option<&Key>, Option<&Key>) {
         let mut keys = self.keys.range::<[u8], _>(bounds).map(|(key, _)| key);

@@ -26,6 +26,7 @@ mod busy_poll;
 mod catch_up;
 pub mod children;
 mod compactor;
+mod defragment;
 mod error;
 mod expiry;
 mod handle;

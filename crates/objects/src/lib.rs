@@ -42,7 +42,6 @@ mod diff;
 mod envelope;
 mod hex;
 mod json;
-#[cfg(feature = "kubernetes")]
 mod kubernetes;
 mod lines;
 mod node;
@@ -239,7 +238,6 @@ fn in_envelope(value: &[u8], envelope: &Envelope<'_>, view: View) -> Shown {
 }
 
 /// Returns the object by its fields' names; `None` if its kind is not known.
-#[cfg(feature = "kubernetes")]
 fn decoded(envelope: &Envelope<'_>, conceal: bool, remarks: &mut Vec<Line>) -> Option<Node> {
     use kubernetes::{NotDecoded, Remarks};
 
@@ -256,11 +254,6 @@ fn decoded(envelope: &Envelope<'_>, conceal: bool, remarks: &mut Vec<Line>) -> O
             Some(Node::Map(BTreeMap::new()))
         }
     }
-}
-
-#[cfg(not(feature = "kubernetes"))]
-fn decoded(_: &Envelope<'_>, _: bool, _: &mut Vec<Line>) -> Option<Node> {
-    None
 }
 
 /// Shows an object with the type that its envelope states.

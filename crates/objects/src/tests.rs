@@ -1,6 +1,5 @@
 //! Tests of the whole crate: the recorded values of a Kubernetes control plane, masking, differences, hostile bytes.
 
-#[cfg(feature = "kubernetes")]
 mod recorded;
 
 use std::{collections::BTreeSet, io::Read as _, sync::LazyLock};
@@ -103,7 +102,6 @@ fn check_bounds(value: &[u8]) {
 }
 
 #[test]
-#[cfg(feature = "kubernetes")]
 fn messages_have_the_form_of_their_json() {
     let time = encode(&[(8, &number(1, 1_709_210_096))]);
     let table: [(&str, &str, Vec<u8>, Value); 8] = [
@@ -158,7 +156,6 @@ fn messages_have_the_form_of_their_json() {
 }
 
 #[test]
-#[cfg(feature = "kubernetes")]
 fn schemas_of_custom_resources_have_their_json_names() {
     let items = encode(&[(1, &encode(&[(5, b"string")]))]);
     let schema = [
@@ -181,7 +178,6 @@ fn schemas_of_custom_resources_have_their_json_names() {
 }
 
 #[test]
-#[cfg(feature = "kubernetes")]
 fn unknown_fields_are_reported_with_their_place() {
     let container = [encode(&[(1, b"a")]), number(999, 7)].concat();
     let raw = [encode(&[(2, &encode(&[(2, &container)]))]), encode(&[(77, b"x\x1b")])].concat();
@@ -194,7 +190,6 @@ fn unknown_fields_are_reported_with_their_place() {
 }
 
 #[test]
-#[cfg(feature = "kubernetes")]
 fn damage_inside_an_object_hides_only_what_is_damaged() {
     let raw = [encode(&[(1, &encode(&[(1, b"a")]))]), vec![0x12, 0x7f, 1]].concat();
     let shown = Shown::of(&object("v1", "ConfigMap", &raw), Secrets::Mask);
@@ -360,7 +355,6 @@ fn short_annotations_of_secrets_are_shown() {
 }
 
 #[test]
-#[cfg(feature = "kubernetes")]
 fn masks_tell_the_length_and_changes() {
     let show = |password: &str, secrets| Shown::of(&secret(password), secrets);
     let (old, new) = (show("abc", Secrets::Mask), show("xyz", Secrets::Mask));

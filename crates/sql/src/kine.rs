@@ -22,7 +22,7 @@ use self::address::Address;
 use crate::{
     error::describe,
     rows::LogRow,
-    sqlite::{may_be_immutable, refuse_damage},
+    sqlite::{is_not_a_database, may_be_immutable, refuse_damage},
 };
 use orlop_core::log::{Error, Result};
 
@@ -50,7 +50,8 @@ struct Dialect {
 }
 
 const SQLITE: Dialect = Dialect {
-    begin: "BEGIN",
+    // The first read of the transaction opens the file.
+    begin: "BEGIN; SELECT 1 FROM sqlite_master LIMIT 1",
     columns: "id, CAST(name AS BLOB), typeof(name) IS 'text', CAST(ifnull(created, 0) AS INTEGER), \
         CAST(ifnull(deleted, 0) AS INTEGER), CAST(ifnull(create_revision, 0) AS INTEGER), \
         CAST(ifnull(prev_revision, 0) AS INTEGER), CAST(ifnull(lease, 0) AS INTEGER)",
@@ -244,6 +245,9 @@ impl KineTable {
 
     async fn begin(address: Address) -> Result<Self> {
         let failed = |error: &sqlx::Error| {
+            if matches!(address, Address::Sqlite(_)) && is_not_a_database(error) {
+                return Error::Open(format!("{} is not a SQLite database", address.name()));
+            }
             let why = if needs_tls(error) { NEEDS_TLS.to_owned() } else { describe(error) };
             Error::Open(format!("cannot open {}, the database of kine: {why}", address.name()))
         };
@@ -256,7 +260,12 @@ impl KineTable {
         let begun = on!(&mut connection, connection => sqlx::raw_sql(begin).execute(connection).await.map(drop));
         begun.map_err(|error| failed(&error))?;
         if let Connection::Sqlite(connection) = &mut connection {
-            refuse_damage(connection).await.map_err(|error| Error::Open(format!("{}: {error}", address.name())))?;
+            refuse_damage(connection).await.map_err(|error| {
+                // The whole text of this error speaks of the log of Orlop.
+                let what =
+                    if let Error::Corrupt(what) = &error { format!("damaged: {what}") } else { error.to_string() };
+                Error::Open(format!("{}: {what}", address.name()))
+            })?;
         }
         Ok(Self { connection, address })
     }

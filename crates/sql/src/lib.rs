@@ -24,6 +24,6 @@ pub enum Durability {
 
 pub use self::{
     kine::{APISERVER_COMPACTION, KineRow, KineState, KineTable, Values},
-    postgres::{PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
+    postgres::{POSTGRES_PARAMETERS, PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
     sqlite::{Defragmented, SqliteArchive, SqliteLoader, SqliteLog, SqliteView},
 };

@@ -16,23 +16,13 @@ use crate::error::describe;
 type File = (i64, &'static str, &'static str);
 
 const SQLITE: [File; 2] = [
-    (1, "log", include_str!("../../../migrations/sqlite/0001_log.sql")),
-    (2, "auth", include_str!("../../../migrations/sqlite/0002_auth.sql")),
+    (1, "log", include_str!("../migrations/sqlite/0001_log.sql")),
+    (2, "auth", include_str!("../migrations/sqlite/0002_auth.sql")),
 ];
-const SQLITE_ARCHIVE: [File; 2] = [
-    (1, "archive", include_str!("../../../migrations/sqlite-archive/0001_archive.sql")),
-    (2, "gap", include_str!("../../../migrations/sqlite-archive/0002_gap.sql")),
-];
-const POSTGRES: [File; 9] = [
-    (1, "log", include_str!("../../../migrations/postgres/0001_log.sql")),
-    (2, "auth", include_str!("../../../migrations/postgres/0002_auth.sql")),
-    (3, "append_behind", include_str!("../../../migrations/postgres/0003_append_behind.sql")),
-    (4, "archive", include_str!("../../../migrations/postgres/0004_archive.sql")),
-    (5, "gap", include_str!("../../../migrations/postgres/0005_gap.sql")),
-    (6, "clock", include_str!("../../../migrations/postgres/0006_clock.sql")),
-    (7, "saved_index", include_str!("../../../migrations/postgres/0007_saved_index.sql")),
-    (8, "corrected_clock", include_str!("../../../migrations/postgres/0008_corrected_clock.sql")),
-    (9, "log_identity", include_str!("../../../migrations/postgres/0009_log_identity.sql")),
+const SQLITE_ARCHIVE: [File; 1] = [(1, "archive", include_str!("../migrations/sqlite-archive/0001_archive.sql"))];
+const POSTGRES: [File; 2] = [
+    (1, "log", include_str!("../migrations/postgres/0001_log.sql")),
+    (2, "auth_append_archive_index", include_str!("../migrations/postgres/0002_auth_append_archive_index.sql")),
 ];
 
 pub(crate) fn sqlite() -> Migrator {
@@ -106,7 +96,7 @@ mod tests {
     #[test]
     fn every_migration_is_embedded() {
         for (folder, files) in [("sqlite", &SQLITE[..]), ("sqlite-archive", &SQLITE_ARCHIVE), ("postgres", &POSTGRES)] {
-            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../migrations").join(folder);
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations").join(folder);
             let mut names: Vec<String> = fs::read_dir(path)
                 .expect("the folder exists")
                 .map(|entry| entry.expect("it can be read").file_name().to_string_lossy().into_owned())

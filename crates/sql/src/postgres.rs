@@ -46,7 +46,9 @@ use self::{
     connection::{Database, Dedicated, read, with_timeout},
     listener::Listener,
 };
-pub use self::{archive::PostgresArchive, load::PostgresLoader, view::PostgresView};
+pub use self::{
+    archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader, view::PostgresView,
+};
 use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
@@ -83,7 +85,8 @@ pub struct PostgresLog {
     member: Member,
     /// A random number that identifies this start of the instance.
     run: i64,
-    has_sent_heartbeat: AtomicBool,
+    /// Whether the last heartbeat found another run under the name of this instance.
+    found_other_run: AtomicBool,
     replication: replication::Monitor,
     /// Asks all hosts. The address of a single one may lead to another server later.
     search: JoinHandle<()>,
@@ -126,7 +129,7 @@ impl PostgresLog {
             poll_interval: settings.poll_interval,
             member,
             run,
-            has_sent_heartbeat: AtomicBool::new(false),
+            found_other_run: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
     }
@@ -346,7 +349,9 @@ impl PostgresLog {
             let live = sqlx::query_as(LIVE_MEMBERS).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
             Ok((previous_run, live.fetch_all(connection).await?))
         })?;
-        if self.has_sent_heartbeat.swap(true, Ordering::Relaxed) && previous_run.is_some_and(|run| run != self.run) {
+        let is_other_run = previous_run.is_some_and(|run| run != self.run);
+        // An earlier run of this instance, also one in a table that was restored, is found once.
+        if self.found_other_run.swap(is_other_run, Ordering::Relaxed) && is_other_run {
             warn!(
                 name = self.member.name,
                 "another instance has the same name; start each instance with a different --name"

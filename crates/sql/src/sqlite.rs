@@ -56,7 +56,10 @@ use self::{
     writer::Writer,
 };
 pub use self::{archive::SqliteArchive, defragment::Defragmented, load::SqliteLoader, view::SqliteView};
-pub(crate) use self::{integrity::refuse_damage, view::may_be_immutable};
+pub(crate) use self::{
+    integrity::{is_not_a_database, refuse_damage},
+    view::may_be_immutable,
+};
 use crate::{
     Durability, auth,
     error::unavailable,

@@ -12,8 +12,8 @@ use http_body_util::BodyExt as _;
 use tonic::{Status, body::Body};
 
 use super::{
+    field_limits::LimitedFields,
     frame::{FRAME_HEADER_BYTES, message_len},
-    request_limits::LimitedFields,
     response_body::{IntoSegments, ResponseBody},
 };
 use crate::api::Settings;

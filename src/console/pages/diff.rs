@@ -10,7 +10,7 @@ use crate::{
         backend::{Failure, pair},
         query::encoded,
     },
-    history::shown_key,
+    text::shown_key,
 };
 
 /// Number of unchanged lines around a change.

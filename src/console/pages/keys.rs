@@ -10,7 +10,7 @@ use crate::{
         backend::{Failure, Name, Names, names},
         query::encoded,
     },
-    history::shown_key,
+    text::shown_key,
 };
 
 /// Number of names on a page.

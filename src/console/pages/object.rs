@@ -11,7 +11,7 @@ use crate::{
         backend::{Failure, Timeline, Version, pair, timeline},
         query::encoded,
     },
-    history::shown_key,
+    text::shown_key,
 };
 
 /// Number of versions on a page.

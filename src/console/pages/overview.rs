@@ -8,7 +8,7 @@ use super::{Tab, Visit, table};
 use crate::{
     console::{backend::Failure, chart, figures::Shown, query::encoded},
     insight::{Figures, Leases, Members, Operation, ServerState, SlowRequest, SlowRequests, WatchedRange, Watchers},
-    top::format::{micros, rate, secs, time_of_day},
+    text::{bytes, micros, rate, secs, time_of_day},
 };
 
 /// Number of rows of each table.
@@ -132,7 +132,7 @@ fn tiles(figures: &Figures) -> Markup {
                         (format!(", {:.1} % of a core", cores * 100.0))
                     }
                     @if let Some(resident) = figures.rates.and_then(|rates| rates.resident_bytes) {
-                        ", " (crate::output::bytes(resident as i64))
+                        ", " (bytes(resident as i64))
                     }
                 }
             }
@@ -145,13 +145,13 @@ fn size(server: &ServerState) -> Markup {
     html! {
         div {
             dt { "Database" }
-            dd { (crate::output::bytes(server.db_size)) }
+            dd { (bytes(server.db_size)) }
             dd.muted {
-                (crate::output::bytes(server.db_size_in_use)) " in use"
+                (bytes(server.db_size_in_use)) " in use"
                 @match quota {
                     Some(quota) => {
                         (format!(", {:.1} % of ", server.db_size_in_use as f64 * 100.0 / quota as f64))
-                        (crate::output::bytes(quota))
+                        (bytes(quota))
                         meter min="0" max=(quota) high=(quota / 10 * 8) value=(server.db_size_in_use) aria-label="Quota in use" {}
                     }
                     None => ", no quota",

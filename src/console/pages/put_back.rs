@@ -12,7 +12,7 @@ use crate::{
         backend::{Failure, Written, pair, put_if},
         query::encoded,
     },
-    history::shown_key,
+    text::shown_key,
 };
 
 const TITLE: &str = "Put back";

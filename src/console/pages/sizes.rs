@@ -10,8 +10,8 @@ use crate::{
         query::encoded,
         treemap::{Area, layout},
     },
-    history::shown_key,
     insight::{PairSizes, Sized, Sizes},
+    text::shown_key,
 };
 
 /// Maximum number of areas of the treemap.

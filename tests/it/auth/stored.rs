@@ -1,10 +1,10 @@
 //! Users and roles in the database, in snapshots and in the log of the server.
 
-use std::{fs, time::Duration};
+use std::fs;
 
 use orlop_wire::proto::client::etcdserverpb::{
     AuthRoleGetRequest, AuthRoleRevokePermissionRequest, AuthStatusRequest, AuthUserAddRequest,
-    AuthUserChangePasswordRequest, AuthUserGetRequest,
+    AuthUserChangePasswordRequest, AuthUserGetRequest, RangeRequest,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, Row as _, SqliteConnection};
 use tempfile::TempDir;
@@ -14,7 +14,7 @@ use tonic::Code;
 use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, add_role, add_user, check_refused, enable, get, password, put};
 use crate::{
     snapshot::{restored, save},
-    support::{Backend, Client, Postgres, Server, database_name, on_both_backends},
+    support::{Backend, Client, DEADLINE, Postgres, Server, database_name, on_both_backends, prints},
 };
 
 /// Tables that a person can read, without passwords.
@@ -90,7 +90,7 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 /// Not even the most detailed log has a password, a hash or a token.
 async fn secrets_are_in_no_log(backend: Backend) {
     let flags = [&CHEAP[..], &["--log-level", "trace"]].concat();
-    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     enable(&mut client).await;
     let root = act_as(&mut client, "root").await;
@@ -107,6 +107,8 @@ async fn secrets_are_in_no_log(backend: Backend) {
     put(&mut client, "a").await.expect("a put");
     client.act_with(Some("forged secret"));
     get(&mut client, "a").await.expect_err("a wrong token");
+    // A line may be written after the response.
+    server.terminate().await;
     let log = server.log();
     assert!(log.contains("invalid password"), "the log has the failed login: {log}");
     for secret in [&root, "secret", &password("root"), &password("user"), "$2b$"] {
@@ -126,13 +128,8 @@ async fn store_of_the_first_schema_gets_the_tables() {
     let mut database = SqliteConnection::connect(&format!("sqlite://{}", file.display())).await.expect("a file");
     database.execute(WITHOUT_TABLES).await.expect("the statements");
     database.close().await.expect("the connection closes");
-    // It can be checked and copied as it is.
-    let check = std::process::Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["check", "--data-dir"])
-        .arg(server.data_dir())
-        .output()
-        .expect("orlop runs");
-    assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+    // It can be checked as it is.
+    prints(&["check", "--data-dir", server.data_dir().to_str().expect("text")]);
     server.restart().await;
     let mut client = Client::connect(server.endpoint()).await;
     get(&mut client, "a").await.expect("a get");
@@ -141,19 +138,31 @@ async fn store_of_the_first_schema_gets_the_tables() {
     get(&mut client, "a").await.expect("a get of a user");
 }
 
+/// Appends a put of a key to a database, as an instance of the release 0.2.0 does.
+async fn append_as_the_first_release(database: &mut PgConnection, key: &str) {
+    const APPEND: &str = "SELECT orlop_append(head, epoch, orlop_server(), ARRAY[$1::bytea], ARRAY['v'::bytea], \
+            '{0}', '{1}', ARRAY[head + 1], '{0}', '{false}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', \
+            '{}', '{}', '{}', '{}', NULL, 1) \
+        FROM (SELECT coalesce(max(id), 1) AS head FROM kv_log) l, \
+            (SELECT value AS epoch FROM meta WHERE name = 'epoch') m";
+    let appended = sqlx::query_scalar(APPEND).bind(key.as_bytes()).fetch_one(database).await;
+    let is_appended: bool = appended.expect("the call succeeds");
+    assert!(is_appended, "{key}");
+}
+
+/// During a rolling update, an instance of the release 0.2.0 appends before and after the migration.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_of_the_first_schema_gets_the_tables() {
     let Some(postgres) = Postgres::shared().await else { return };
-    let datastore = postgres.create_database();
-    let mut server = Server::orlop_on(&datastore, &CHEAP).await;
-    server.terminate().await;
-    let mut database = PgConnection::connect(&datastore).await.expect("a database");
-    const WITHOUT_TABLES: &str = "DROP TABLE auth_user, auth_role, auth_user_role, auth_permission, auth_token_key; \
-        DROP FUNCTION orlop_advance_epoch; DELETE FROM _sqlx_migrations WHERE version = 2";
-    database.execute(WITHOUT_TABLES).await.expect("the statements");
-    database.close().await.expect("the connection closes");
-    server.restart().await;
+    let datastore = postgres.create_database_of_the_first_schema().await;
+    let mut older = PgConnection::connect(&datastore).await.expect("the database exists");
+    append_as_the_first_release(&mut older, "a").await;
+    prints(&["check", "--datastore-endpoint", &datastore]);
+    let server = Server::orlop_on(&datastore, &CHEAP).await;
+    append_as_the_first_release(&mut older, "b").await;
     let mut client = Client::connect(server.endpoint()).await;
+    let range = RangeRequest { key: "a".into(), range_end: "c".into(), ..Default::default() };
+    assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 2);
     enable(&mut client).await;
     let _ = act_as(&mut client, "user").await;
     put(&mut client, "a").await.expect("a put of a user");
@@ -162,7 +171,6 @@ async fn postgres_of_the_first_schema_gets_the_tables() {
 /// A failed write of keys is repeated for 7 seconds, during which all other writes wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn user_that_postgres_refuses_delays_no_write() {
-    const AT_ONCE: Duration = Duration::from_secs(4);
     let Some(postgres) = Postgres::shared().await else { return };
     let datastore = postgres.create_database();
     let database = database_name(&datastore);
@@ -172,13 +180,14 @@ async fn user_that_postgres_refuses_delays_no_write() {
     postgres.psql(database, &constraint);
 
     let user = AuthUserAddRequest { name: "long".to_owned(), password: password("long"), ..Default::default() };
-    let added = timeout(AT_ONCE, client.auth.user_add(user)).await.expect("an answer without a wait");
+    let added = timeout(DEADLINE, client.auth.user_add(user)).await.expect("an answer");
     let status = added.expect_err("the table does not accept this name");
     assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
     assert!(status.message().starts_with("orlop: the database refused the request: "), "{status:?}");
     assert!(status.message().contains("check constraint \"short\""), "{status:?}");
-    timeout(AT_ONCE, put(&mut client, "a")).await.expect("a put without a wait").expect("a put");
+    timeout(DEADLINE, put(&mut client, "a")).await.expect("an answer").expect("a put");
     add_user(&mut client, "short").await;
+    // A write that is repeated is logged.
     let log = server.log();
     assert!(!log.contains("the database accepts"), "it is no outage: {log}");
 }

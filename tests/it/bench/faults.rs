@@ -1,21 +1,20 @@
 //! `orlop bench` against servers that stall or end, and a comparison that is terminated.
 
 use std::{
-    io::{BufRead as _, BufReader},
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use super::keys;
-use crate::support::{Backend, Client, Server, eventually};
+use crate::support::{Backend, Client, Lines, Server, ended, eventually, orlop, send_signal};
 
 /// Returns a command whose output is collected.
 fn bench(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
-    command.arg("bench").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut command = orlop(["bench"]);
+    command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
@@ -36,7 +35,7 @@ async fn stalled_server_gives_an_error_and_the_rate_of_the_whole_run() {
     let put = bench(&flags).args(["--endpoints", server.endpoint()]).spawn().expect("orlop is built with the tests");
     wait_for_keys(&server, 20).await;
     server.pause();
-    let ended = put.wait_with_output().expect("our child can be waited for");
+    let ended = ended(put);
     server.resume();
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
     let report: Value = serde_json::from_slice(&ended.stdout).expect("one JSON object");
@@ -52,12 +51,15 @@ async fn soak_reports_a_server_that_ends() {
     let flags = ["soak", "--minutes", "3", "--rate", "40", "--nodes", "5", "--pods", "20", "--watches", "6", "--json"];
     let began = Instant::now();
     let soak = bench(&flags).args(["--endpoints", server.endpoint()]).spawn().expect("orlop is built with the tests");
-    // The pods, and leases that the operations have created.
-    wait_for_keys(&server, 20).await;
-    // A sample is taken each second.
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    // Four clients per second come and leave, and of nine, three grant four leases. So eight leases exist after more than
+    // four seconds, and a sample is taken each second.
+    eventually("eight leases of clients that come and leave", async || {
+        let granted = server.metric("etcd_debugging_lease_granted_total").await;
+        if granted >= 8.0 { Ok(()) } else { Err(granted) }
+    })
+    .await;
     server.kill();
-    let ended = soak.wait_with_output().expect("our child can be waited for");
+    let ended = ended(soak);
     assert_eq!(ended.status.code(), Some(1), "{ended:?}");
     assert!(began.elapsed() < Duration::from_secs(120), "the test ends with its server");
     let report: Value = serde_json::from_slice(&ended.stdout).expect("one JSON object");
@@ -72,15 +74,10 @@ fn terminated_comparison_prints_its_results_and_leaves_nothing() {
     let flags = ["compare", "--servers", "sqlite", "--groups", "put-256b", "--rounds", "99", "--duration", "800ms"];
     let compare = bench(&flags).arg("--work-dir").arg(folder.path()).spawn();
     let mut compare = compare.expect("orlop is built with the tests");
-    let mut progress = BufReader::new(compare.stderr.take().expect("it is piped"));
-    let mut line = String::new();
-    progress.read_line(&mut line).expect("a line of progress");
+    let line = Lines::of(compare.stderr.take().expect("it is piped")).next().expect("a line of progress");
     assert!(line.starts_with("put-256b, round 1, Orlop, SQLite"), "{line}");
-    let pid = Pid::from_raw(compare.id().cast_signed()).expect("a process");
-    kill_process(pid, Signal::TERM).expect("the process runs");
-    // `progress` stays open: the comparison may print another line.
-    let ended = compare.wait_with_output().expect("our child can be waited for");
-    drop(progress);
+    send_signal(compare.id(), Signal::TERM);
+    let ended = ended(compare);
     let text = String::from_utf8_lossy(&ended.stdout);
     assert!(ended.status.success(), "{ended:?}");
     for expected in

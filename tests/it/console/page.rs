@@ -2,9 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::{BufRead as _, BufReader},
-    process::{Child, Command, Stdio},
-    time::Duration,
+    process::{Child, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
@@ -15,7 +13,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{Answer, Client, DEADLINE};
+use crate::support::{Answer, Client, DEADLINE, Lines, memory_kib, orlop};
 
 /// Start of the line with the address of the page.
 const READY: &str = "orlop: the web page is at ";
@@ -29,13 +27,12 @@ pub struct Page {
 impl Page {
     /// Starts `orlop console` about the server at `endpoint`.
     pub fn about(endpoint: &str, arguments: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
-        command.args(["console", "--endpoints", endpoint, "--listen-url", "http://127.0.0.1:0"]).args(arguments);
-        let mut process = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("orlop starts");
-        let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
-        let line = lines.next().expect("a line").expect("text");
-        let url = line.strip_prefix(READY).unwrap_or_else(|| panic!("not an address: {line}")).to_owned();
-        Self { process, url }
+        let mut command = orlop(["console", "--endpoints", endpoint, "--listen-url", "http://127.0.0.1:0"]);
+        command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut page = Self { process: command.spawn().expect("orlop starts"), url: String::new() };
+        let line = Lines::of(page.process.stdout.take().expect("a pipe")).next().expect("a line");
+        page.url = line.strip_prefix(READY).unwrap_or_else(|| panic!("not an address: {line}")).to_owned();
+        page
     }
 
     pub fn visitor(&self) -> Visitor {
@@ -44,10 +41,7 @@ impl Page {
 
     /// Returns the most memory that the process has used, in MiB.
     pub fn peak_mib(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).expect("/proc is readable");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("the line has a size");
-        let kib: Option<u64> = line.split_whitespace().next().and_then(|kib| kib.parse().ok());
-        kib.expect("a number of KiB") >> 10
+        memory_kib(self.process.id(), "VmHWM") >> 10
     }
 }
 
@@ -122,12 +116,21 @@ impl Visitor {
 
     /// Opens a stream of events. The visitor's next reads are of [`Events::until`].
     pub async fn events(&self, prefix: &str) -> Events {
+        self.try_events(prefix).await.expect("a stream of events")
+    }
+
+    /// Like [`Visitor::events`]. Returns the status of a response without events.
+    pub async fn try_events(&self, prefix: &str) -> Result<Events, Option<u16>> {
         let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
         let path = format!("/events/stream?prefix={}", encoded(prefix.as_bytes()));
         stream.write_all(self.head("GET", &path, &[], 0).as_bytes()).await.expect("the page reads");
         let mut events = Events { stream, text: String::new() };
+        let status = Answer::parse(events.until("\r\n\r\n").await).map(|answer| answer.status);
+        if status != Some(200) {
+            return Err(status);
+        }
         events.until(": alive").await;
-        events
+        Ok(events)
     }
 
     /// Logs in with the form, and follows to the page that it returns to.
@@ -162,14 +165,17 @@ impl Events {
     /// Reads until a text has arrived. Returns everything that has arrived.
     pub async fn until(&mut self, wanted: &str) -> &str {
         let read = async {
-            while !self.text.contains(wanted) {
+            let mut searched = 0;
+            while !self.text[searched..].contains(wanted) {
+                // The text may begin in the part that was searched.
+                searched = self.text.floor_char_boundary(self.text.len().saturating_sub(wanted.len()));
                 let mut part = vec![0; 256 << 10];
                 let bytes = self.stream.read(&mut part).await.expect("the page answers");
                 assert!(bytes > 0, "the stream ended: {}", self.text);
                 self.text.push_str(&String::from_utf8_lossy(&part[..bytes]));
             }
         };
-        if timeout(Duration::from_secs(20), read).await.is_err() {
+        if timeout(DEADLINE, read).await.is_err() {
             panic!("no {wanted}: {}", self.text);
         }
         &self.text

@@ -14,7 +14,7 @@ use tokio::{
     net::TcpStream,
 };
 
-use crate::support::{DEADLINE, eventually, free_port, skip};
+use crate::support::{DEADLINE, eventually, free_port, skip, wait};
 
 /// The key of an element's id in WebDriver's messages.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
@@ -28,7 +28,7 @@ pub enum Colours {
 
 /// A window; dropping it ends the browser.
 pub struct Browser {
-    driver: Child,
+    driver: Option<Child>,
     address: String,
     session: String,
     _profile: tempfile::TempDir,
@@ -59,7 +59,7 @@ impl Browser {
         let profile = tempfile::tempdir().expect("a folder");
         eventually("the start of chromedriver", async || tokio::net::TcpStream::connect(("127.0.0.1", port)).await)
             .await;
-        let mut browser = Self { driver, address, session: String::new(), _profile: profile };
+        let mut browser = Self { driver: Some(driver), address, session: String::new(), _profile: profile };
         let mut arguments = vec![
             "--headless=new".to_owned(),
             // CI runs as root, in a container.
@@ -198,16 +198,17 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
+        let Some(mut driver) = self.driver.take() else { return };
         // chromedriver leaves its browsers running when it is killed.
-        let shut_down = std::net::TcpStream::connect(&self.address).and_then(|mut driver| {
-            driver.set_read_timeout(Some(DEADLINE))?;
-            write!(driver, "GET /shutdown HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address)?;
-            driver.read_to_end(&mut Vec::new())
+        let shut_down = std::net::TcpStream::connect(&self.address).and_then(|mut stream| {
+            stream.set_read_timeout(Some(DEADLINE))?;
+            write!(stream, "GET /shutdown HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address)?;
+            stream.read_to_end(&mut Vec::new())
         });
         if shut_down.is_err() {
-            self.driver.kill().ok();
+            driver.kill().ok();
         }
-        self.driver.wait().ok();
+        wait(DEADLINE, driver).ok();
     }
 }
 

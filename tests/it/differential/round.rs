@@ -43,6 +43,15 @@ pub struct Mismatch {
     tail: VecDeque<(Caller, Op)>,
 }
 
+impl Mismatch {
+    /// Returns whether a response or an event did not come.
+    pub fn is_stall(&self) -> bool {
+        // The text of `Answer::Stalled`, and of an error of `Side::catch_up` or `Side::reach`.
+        let is_stall = |text: &String| text.starts_with("Stalled(") || text.starts_with("Err(");
+        is_stall(&self.etcd) || is_stall(&self.ours)
+    }
+}
+
 impl Round {
     pub fn new(seed: u64, etcd: Side, ours: Side) -> Self {
         let known = Known { head: 1, compacted: -1, watches: Vec::new() };

@@ -1,28 +1,16 @@
 //! Patroni moves the role of the primary while instances are under load. Its configuration store is another Orlop, on
 //! SQLite.
 
-use std::{env, process::Command};
+use std::env;
 
 use super::{Failover, Load, seed};
-use crate::support::{Backend, Patroni, Postgres, Scope, Server, eventually};
+use crate::support::{Backend, Patroni, Scope, Server, eventually, psql};
 
 const NAMES: [&str; 3] = ["one", "two", "three"];
 const SYNCHRONOUS: &str = ", synchronous_mode: true";
 const STRICT: &str = ", synchronous_mode: true, synchronous_mode_strict: true";
 /// Switchovers of the long form.
 const SWITCHOVERS: usize = 10;
-
-/// Runs SQL as the superuser.
-fn psql(node: &Patroni, database: &str, sql: &str) {
-    let programs = Postgres::programs().expect("Postgres is installed");
-    let output = Command::new(programs.join("psql"))
-        .args(["-h", "127.0.0.1", "-p", &node.postgres_port().to_string(), "-U", "postgres", "-d", database])
-        .args(["-X", "-q", "-v", "ON_ERROR_STOP=1", "-c", sql])
-        .env("PGPASSWORD", "x")
-        .output()
-        .expect("psql can be started");
-    assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// Waits until a node is a synchronous standby, and returns its number.
 async fn synchronous_standby(nodes: &[Patroni]) -> usize {
@@ -57,8 +45,9 @@ async fn start(dcs: &str) -> Option<Nodes> {
     nodes.extend(NAMES[1..].iter().map(|name| Patroni::start(&scope, name)));
     // In strict mode, the first write waits for a standby.
     synchronous_standby(&nodes).await;
-    psql(&nodes[0], "postgres", "CREATE ROLE orlop LOGIN PASSWORD 'secret'");
-    psql(&nodes[0], "postgres", "CREATE DATABASE orlop OWNER orlop");
+    let primary = nodes[0].postgres_port();
+    psql(primary, "postgres", "CREATE ROLE orlop LOGIN PASSWORD 'secret'");
+    psql(primary, "postgres", "CREATE DATABASE orlop OWNER orlop");
     let hosts: Vec<String> = nodes.iter().map(|node| format!("127.0.0.1:{}", node.postgres_port())).collect();
     let endpoint = format!("postgres://orlop:secret@{}/orlop?target_session_attrs=read-write", hosts.join(","));
     Some(Nodes { nodes, endpoint, _store: store })

@@ -18,11 +18,11 @@ use tokio::{
 };
 
 use super::{KEEP, changes, changes_of};
-use crate::support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends, orlop_program, run_async};
 
 /// Creates a command that is killed when it is dropped.
 pub(super) fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_orlop"));
+    let mut command = Command::new(orlop_program());
     command.args(arguments).env_remove("NO_COLOR").kill_on_drop(true);
     command.stdin(std::process::Stdio::null());
     // An address that no machine has: a command on a stopped database does not listen on the server's addresses.
@@ -34,7 +34,7 @@ pub(super) fn command(arguments: &[&str]) -> Command {
 
 /// Runs a command. Returns its exit status, its standard output and its error.
 async fn run(arguments: &[&str]) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = command(arguments).output().await.expect("orlop runs");
+    let Output { status, stdout, stderr } = run_async(command(arguments)).await;
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("the output is UTF-8");
     (status.code().expect("an exit status"), text(stdout), text(stderr))
 }
@@ -366,7 +366,7 @@ async fn values_that_cannot_be_written_are_an_error(backend: Backend) {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("a device of Linux");
         let mut get = command(&[&["get", "/a/1", "--endpoints", server.endpoint()][..], flags].concat());
         let get = get.stdout(full).stderr(std::process::Stdio::piped()).spawn().expect("orlop starts");
-        let ended = get.wait_with_output().await.expect("orlop runs");
+        let ended = timeout(DEADLINE, get.wait_with_output()).await.expect("in time").expect("an output");
         let error = String::from_utf8_lossy(&ended.stderr);
         assert!(ended.status.code() == Some(2) && error.contains("No space left"), "{flags:?}: {error}");
     }

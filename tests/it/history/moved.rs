@@ -1,26 +1,11 @@
 //! History on its way into another database: by a snapshot, and by a migration.
 
-use std::{
-    path::Path,
-    process::{Command, Output},
-};
+use std::path::Path;
 
 use tempfile::TempDir;
 
 use super::*;
-
-fn orlop(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_orlop")).args(arguments).output().expect("orlop is built with the tests")
-}
-
-/// Runs Orlop, which must succeed, and returns its output.
-#[track_caller]
-fn prints(arguments: &[&str]) -> String {
-    let output = orlop(arguments);
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
-    text(&output.stdout)
-}
+use crate::support::{orlop, prints, run};
 
 async fn empty_database(backend: Backend, folder: &Path, name: &str) -> Option<String> {
     Some(match backend {
@@ -62,8 +47,7 @@ async fn snapshot_takes_the_history_along(backend: Backend) {
     let mut client = Client::connect(source.endpoint()).await;
     let (mut model, mut random) = (Model::new(), Random::new(31));
     fill(&mut client, &mut model, &mut random).await;
-    put(&mut client, &mut model, "a", "the last one").await;
-    recorded_time(&client, model.head()).await;
+    put_until_recorded(&mut client, &mut model).await;
     let of_source = whole(&mut client, &model).await;
     let home = TempDir::new().expect("a folder");
     let file = home.path().join("with.db");
@@ -193,7 +177,7 @@ async fn refused_migration_leaves_no_archive_beside_another_store() {
     other.terminate().await;
     let datastore = format!("sqlite://{}", other.data_dir().join("orlop.db").display());
     let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
-    let refused = orlop(&[&migrate[..], &KEEP].concat());
+    let refused = run(&mut orlop([&migrate[..], &KEEP].concat()));
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && text.contains("contains other data"), "{text}");
     assert!(!other.data_dir().join("orlop.db-archive").exists());
@@ -209,7 +193,7 @@ async fn archive_without_a_database_is_not_used() {
     prints(&["snapshot", "save", "--history", file, "--endpoints", source.endpoint()]);
     std::fs::write(&archive, "another history").expect("a file");
     let datastore = format!("sqlite://{}", home.path().join("copy.db").display());
-    let restored = orlop(&["snapshot", "restore", file, "--datastore-endpoint", &datastore]);
+    let restored = run(&mut orlop(["snapshot", "restore", file, "--datastore-endpoint", &datastore]));
     let text = String::from_utf8_lossy(&restored.stderr);
     assert!(!restored.status.success() && text.contains("copy.db-archive exists already"), "{text}");
     prints(&["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore]);
@@ -227,7 +211,7 @@ async fn saving_without_a_history_is_noted() {
     {
         let server = Server::orlop_with(Backend::Sqlite, flags).await.expect("SQLite is built in");
         let file = file.to_str().expect("a path in UTF-8");
-        let saved = orlop(&["snapshot", "save", "--history", file, "--endpoints", server.endpoint()]);
+        let saved = run(&mut orlop(["snapshot", "save", "--history", file, "--endpoints", server.endpoint()]));
         assert_eq!(String::from_utf8_lossy(&saved.stderr), notice, "{flags:?}");
         assert!(saved.status.success() && String::from_utf8_lossy(&saved.stdout) == format!("{file}\n"), "{saved:?}");
     }
@@ -238,7 +222,7 @@ async fn history_of_etcd_is_refused(backend: Backend) {
     let home = TempDir::new().expect("a folder");
     let file = home.path().join("none.db");
     let file = file.to_str().expect("a path in UTF-8");
-    let output = orlop(&["snapshot", "save", "--history", file, "--endpoints", etcd.endpoint()]);
+    let output = run(&mut orlop(["snapshot", "save", "--history", file, "--endpoints", etcd.endpoint()]));
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("the server does not send it: it is etcd or an older version of Orlop"), "{text}");

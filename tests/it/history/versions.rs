@@ -1,20 +1,18 @@
 //! `orlop history` where the history begins, while it follows, and when it is interrupted.
 
-use std::{
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{process::Stdio, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
     AuthEnableRequest, AuthRoleAddRequest, AuthUserAddRequest, AuthUserGrantRoleRequest,
 };
+use rustix::process::Signal;
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader},
     time::{sleep, timeout},
 };
 
 use super::commands::{at, command, fill, put, without_times};
-use crate::support::{Backend, Client, DEADLINE, Server, home, on_both_backends};
+use crate::support::{Backend, Client, DEADLINE, Server, home, on_both_backends, send_signal};
 
 async fn oldest_readable_version_is_printed(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &[]).await else { return };
@@ -94,19 +92,17 @@ async fn interrupted_command_leaves_no_folder(backend: Backend) {
         None => ("--data-dir", server.data_dir().display().to_string()),
     };
     server.terminate().await;
-    for (signal, status) in [("-INT", 130), ("-TERM", 143)] {
+    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let folder = home();
         let mut process = command(&["history", "/a/", "--follow", flag, &place]);
         let mut process = process.env("TMPDIR", folder.path()).stdout(Stdio::piped()).spawn().expect("orlop starts");
         let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
         let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line");
         assert!(line.is_some_and(|line| line.starts_with("revision 2")));
-        let id = process.id().expect("the command runs").to_string();
-        let signalled = Command::new("kill").args([signal, &id]).status();
-        assert!(signalled.is_ok_and(|status| status.success()), "the signal can be sent");
+        send_signal(process.id().expect("the command runs"), signal);
         let ended = timeout(DEADLINE, process.wait()).await.expect("in time").expect("an exit status");
-        assert_eq!(ended.code(), Some(status), "{signal}");
-        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "{signal}");
+        assert_eq!(ended.code(), Some(status), "{signal:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "{signal:?}");
     }
 }
 

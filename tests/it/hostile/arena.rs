@@ -12,7 +12,7 @@ use tokio::{
     time::{sleep, timeout, timeout_at},
 };
 
-use crate::support::{Backend, Client, DEADLINE, Server, eventually};
+use crate::support::{Backend, Client, DEADLINE, Server, eventually, memory_kib};
 
 /// The test that the bystander's process runs.
 const BYSTANDER: &str = "hostile::arena::bystander";
@@ -56,7 +56,8 @@ pub fn sized(usual: usize, long: usize) -> usize {
     if is_long() { long } else { usual }
 }
 
-fn is_long() -> bool {
+/// Returns whether the tests run in their long form.
+pub fn is_long() -> bool {
     std::env::var_os("ORLOP_HOSTILE_LONG").is_some()
 }
 
@@ -118,7 +119,7 @@ impl Arena {
         self.files = self.open_files();
         // Resets the kernel's peak memory.
         let _ = fs::write(format!("/proc/{}/clear_refs", self.server.pid()), "5");
-        self.memory = self.status("VmRSS:");
+        self.memory = memory_kib(self.server.pid(), "VmRSS");
     }
 
     /// While the attacker holds `held`, other clients are served, including new ones, and memory is bounded. After
@@ -150,7 +151,7 @@ impl Arena {
         let newcomer = timeout(DEADLINE, self.client()).await;
         assert!(newcomer.is_ok(), "a new client is served");
         drop(newcomer);
-        let peak = self.status("VmHWM:");
+        let peak = memory_kib(self.server.pid(), "VmHWM");
         assert!(peak >> 10 <= peak_mib_max, "{attack}: the server took {} MiB", peak >> 10);
         Seen { p99_during, peak }
     }
@@ -186,13 +187,6 @@ impl Arena {
 
     pub fn open_files(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.server.pid())).expect("/proc is readable").count()
-    }
-
-    /// Returns a size in KiB from the server's `/proc/PID/status`.
-    fn status(&self, name: &str) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.server.pid())).expect("/proc is readable");
-        let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("the line has a size");
-        line.split_whitespace().next().and_then(|kib| kib.parse().ok()).expect("a number of KiB")
     }
 }
 

@@ -115,6 +115,42 @@ async fn transaction_that_looks_at_too_many_keys_is_refused(backend: Backend) {
     }
 }
 
+/// Deleted keys count until they are compacted, also at revisions at which they did not exist, and so do keys that the
+/// transaction itself has deleted.
+async fn deleted_keys_count_toward_the_limit_of_a_transaction(backend: Backend) {
+    const KEYS: usize = 1_000;
+    const EQUAL: i32 = 0;
+    let Some(server) = Server::orlop_with(backend, &["--max-txn-ops", "1000"]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
+    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(&format!("k{number}"), "v"))));
+    client.kv.txn(of(puts.collect())).await.expect("a transaction");
+    let delete = op(Request::RequestDeleteRange(DeleteRangeRequest { prev_kv: false, ..delete("k", "l") }));
+    let count = |revision| op(Request::RequestRange(RangeRequest { count_only: true, revision, ..all() }));
+    let absent = Compare { range_end: "l".into(), ..compare("k", TargetUnion::Version(0), EQUAL) };
+    // Each function returns a transaction that looks at all keys this number of times.
+    type Looks<'a> = (&'static str, &'a dyn Fn(usize) -> TxnRequest);
+    let table: [Looks<'_>; 5] = [
+        ("a delete, and ranges of the deleted keys", &|times| {
+            of([vec![delete.clone()], vec![count(0); times - 1]].concat())
+        }),
+        ("ranges", &|times| of(vec![count(0); times])),
+        ("ranges at the first revision", &|times| of(vec![count(1); times])),
+        ("deletes", &|times| of(vec![delete.clone(); times])),
+        ("compares", &|times| TxnRequest { compare: vec![absent.clone(); times], ..Default::default() }),
+    ];
+    for (what, looks) in table {
+        // The limit is 4 * 1,000 keys and 1,000,000. What is refused deletes nothing.
+        for (times, is_accepted) in [(1_005, false), (1_004, true)] {
+            let halves = [times / 2, times - times / 2].map(|times| op(Request::RequestTxn(looks(times))));
+            let answer = client.kv.txn(of(halves.to_vec())).await;
+            let refused = answer.err().map(|status| (status.code(), status.message().to_owned()));
+            let expected = (Code::ResourceExhausted, "etcdserver: too many requests".to_owned());
+            assert_eq!(refused, (!is_accepted).then_some(expected), "{what}, {times} times");
+        }
+    }
+}
+
 async fn invalid_transactions_are_refused_as_a_whole(backend: Backend) {
     let Some((_server, mut client)) = history(backend).await else { return };
     let put = |key: &str| op(Request::RequestPut(put(key, "v")));
@@ -200,6 +236,7 @@ on_both_backends!(
     compares_evaluate_as_in_etcd,
     transaction_reads_its_own_writes_and_uses_one_revision,
     transaction_that_looks_at_too_many_keys_is_refused,
+    deleted_keys_count_toward_the_limit_of_a_transaction,
     invalid_transactions_are_refused_as_a_whole,
     transactions_read_values_that_are_not_cached,
 );

@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use tokio::time::{sleep, timeout};
 
 use super::put_at;
-use crate::support::{Client, DEADLINE, Postgres, Server, database_name};
+use crate::support::{Client, DEADLINE, Postgres, Server, database_name, eventually};
 
 /// Runs a program of Postgres as the superuser.
 fn run(postgres: &Postgres, program: &str, arguments: &[&str]) {
@@ -124,4 +124,35 @@ async fn instance_continues_when_only_the_number_of_the_log_changes() {
     assert_eq!(put_at(&mut client, "after").await, 3);
     let range = RangeRequest { key: "before".into(), ..Default::default() };
     assert_eq!(client.kv.range(range).await.expect("a linearizable read").into_inner().count, 1);
+}
+
+/// A restored table has the row of an earlier run of the instance, once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instance_takes_only_a_live_one_for_another_of_its_name() {
+    const WARNING: &str = "another instance has the same name";
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let query = |what: &str| postgres.psql(database, &format!("SET search_path = {database}; {what}"));
+    let server = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let run =
+        eventually("the first heartbeat", async || match query("UPDATE member SET run = run # 1 RETURNING run # 1") {
+            run if run.is_empty() => Err("no row"),
+            run => Ok(run),
+        })
+        .await;
+    let beat = eventually("the next heartbeat", async || {
+        let beat = query(&format!("SELECT beat FROM member WHERE run = {run}"));
+        if beat.is_empty() { Err("the other row") } else { Ok(beat) }
+    })
+    .await;
+    eventually("a heartbeat after the warning", async || match query("SELECT beat FROM member") {
+        later if later == beat => Err(later),
+        _ => Ok(()),
+    })
+    .await;
+    assert!(!server.log().contains(WARNING), "{}", server.log_tail());
+    let _other = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    eventually("the warning", async || if server.log().contains(WARNING) { Ok(()) } else { Err(server.log_tail()) })
+        .await;
 }

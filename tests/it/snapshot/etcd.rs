@@ -94,7 +94,7 @@ async fn fill(server: &Server, folder: &Path) -> Seen {
 #[track_caller]
 fn tool(tool: Option<PathBuf>, arguments: &[&str]) -> String {
     let tool = tool.expect("a tool comes with its server");
-    let output = Command::new(tool).args(arguments).output().expect("the tool can be started");
+    let output = run(Command::new(tool).args(arguments));
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("text")
 }
@@ -244,7 +244,7 @@ async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
     let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
     check_refused_flags(&[&restore[..], &flags[..2]].concat());
     let far = (i64::MAX - 1_000).to_string();
-    let refused = orlop(&[&restore[..], &["--bump-revision", &far, "--mark-compacted"]].concat());
+    let refused = run(&mut orlop([&restore[..], &["--bump-revision", &far, "--mark-compacted"]].concat()));
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && text.contains("no revisions are left"), "{text}");
     prints(&[&restore[..], &flags].concat());
@@ -305,7 +305,7 @@ async fn compacted_transactions_are_restored(backend: Backend) {
 
 #[track_caller]
 fn check_refused_flags(arguments: &[&str]) {
-    let output = orlop(arguments);
+    let output = run(&mut orlop(arguments));
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("--mark-compacted"), "{text}");
 }
@@ -375,7 +375,7 @@ async fn check_refused_unless_stopped(etcd: &mut Server) {
     let mut client = Client::connect(etcd.endpoint()).await;
     client.auth.role_add(AuthRoleAddRequest { name: "app".to_owned() }).await.expect("a role");
     etcd.terminate().await;
-    if !orlop(&status).status.success() {
+    if !run(&mut orlop(status)).status.success() {
         check_refused(&status, &["its WAL has 1 requests", "etcd 3.4", "write a key"]);
         etcd.restart().await;
         let lower = AlarmRequest { action: AlarmAction::Deactivate.into(), ..raise };

@@ -9,6 +9,8 @@ use std::{
 
 use tempfile::TempDir;
 
+use super::skip;
+
 static PIECE: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A file system in memory that is unmounted on drop.
@@ -17,12 +19,16 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Returns `None` if this user may not mount.
+    /// Returns `None`, and prints that the test is skipped, if this user may not mount.
     pub fn mount(megabytes: usize) -> Option<Self> {
         let folder = tempfile::tempdir().expect("a temporary directory can be made");
         let size = format!("size={megabytes}m,mode=0755");
         let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "torture"]).arg(folder.path()).output();
-        mounted.is_ok_and(|output| output.status.success()).then_some(Self { folder })
+        let is_mounted = mounted.is_ok_and(|output| output.status.success());
+        if !is_mounted {
+            skip("right to mount a disk");
+        }
+        is_mounted.then_some(Self { folder })
     }
 
     pub fn path(&self) -> &Path {

@@ -3,7 +3,10 @@
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
+    time::timeout,
 };
+
+use super::DEADLINE;
 
 /// A server's response.
 #[derive(Debug)]
@@ -53,12 +56,17 @@ pub async fn http_with(endpoint: &str, method: &str, path: &str, headers: &[(&st
 }
 
 async fn exchange(address: &str, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
-    let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
     let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
     let request = format!("{method} {path} HTTP/1.0\r\n{headers}\r\n{body}");
-    stream.write_all(request.as_bytes()).await.expect("the server reads");
     let mut text = Vec::new();
-    stream.read_to_end(&mut text).await.expect("the server answers");
+    let exchanged = async {
+        let mut stream = TcpStream::connect(address).await.expect("a ready server accepts connections");
+        stream.write_all(request.as_bytes()).await.expect("the server reads");
+        stream.read_to_end(&mut text).await.expect("the server answers");
+    };
+    // Tests that expect a response sooner have a deadline of their own.
+    let exchanged = timeout(DEADLINE * 4, exchanged).await;
+    assert!(exchanged.is_ok(), "{method} {path}: only {:?} was received", String::from_utf8_lossy(&text));
     text
 }
 

@@ -14,10 +14,15 @@ use std::{
     },
 };
 
+use rustix::process::{Pid, Signal, kill_process};
+use sqlx::{
+    Connection as _, PgConnection, SqlStr,
+    migrate::{Migration, MigrationType, Migrator},
+};
 use tempfile::TempDir;
 use tokio::sync::OnceCell;
 
-use super::{eventually, skip};
+use super::{eventually, run, skip};
 
 /// A shell script that runs the server and starts, stops (in immediate or fast mode) or crashes it on the orders that it
 /// reads from its standard input. When the input ends, it stops the server and removes the folder. `$1` is the folder; the
@@ -51,6 +56,9 @@ done
 stop QUIT
 rm -rf "$folder"
 "#;
+
+/// The schema of the release 0.2.0.
+const FIRST_MIGRATION: &str = include_str!("../../../crates/sql/migrations/postgres/0001_log.sql");
 
 /// Whether commits are synced to the disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -168,15 +176,21 @@ impl Postgres {
         format!("postgres://{name}:pass%20word@127.0.0.1:{}/{name}", self.port)
     }
 
+    /// Creates a database as [`Postgres::create_database`] does, with the tables and functions of the release 0.2.0.
+    pub async fn create_database_of_the_first_schema(&self) -> String {
+        let endpoint = self.create_database();
+        let mut connection = PgConnection::connect(&endpoint).await.expect("the database exists");
+        let sql = SqlStr::from_static(FIRST_MIGRATION);
+        let first = Migration::new(1, "log".into(), MigrationType::Simple, sql, false);
+        let migrated = Migrator::with_migrations(vec![first]).run(&mut connection).await;
+        migrated.expect("the migration succeeds");
+        connection.close().await.expect("the connection closes");
+        endpoint
+    }
+
     /// Returns psql's output, run as the superuser.
     pub fn psql(&self, database: &str, sql: &str) -> String {
-        let output = Command::new(self.programs.join("psql"))
-            .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "postgres", "-d", database])
-            .args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-c", sql])
-            .output()
-            .expect("psql can be started");
-        assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        psql(self.port, database, sql)
     }
 
     pub fn port(&self) -> u16 {
@@ -245,11 +259,11 @@ impl Postgres {
         let server: i32 = pid.trim().parse().expect("the first line is a pid");
         // The postmaster is paused first; otherwise it could start another child after its children are listed.
         let mut paused = Paused(vec![server]);
-        paused.signal("-STOP");
+        paused.signal(Signal::STOP);
         let children = procfs::process::all_processes().expect("there is a /proc").filter_map(Result::ok);
         let children = children.filter_map(|child| child.stat().ok()).filter(|stat| stat.ppid == server);
         paused.0.extend(children.map(|stat| stat.pid));
-        paused.signal("-STOP");
+        paused.signal(Signal::STOP);
         paused
     }
 
@@ -264,12 +278,13 @@ impl Postgres {
         guard.answers.read_line(&mut String::new()).expect("the guard answers");
     }
 
+    /// Waits until this server accepts connections. It states this in the eighth line of its pid file; what answers at its
+    /// port may be another server.
     async fn wait_until_ready(&self) {
         eventually("the start of postgres", async || {
-            let ready = Command::new(self.programs.join("pg_isready"))
-                .args(["-q", "-h", "127.0.0.1", "-p", &self.port.to_string()])
-                .status();
-            if ready.is_ok_and(|status| status.success()) { Ok(()) } else { Err(self.log()) }
+            let stated = fs::read_to_string(self.data().join("postmaster.pid")).unwrap_or_default();
+            let is_ready = stated.lines().nth(7).is_some_and(|line| line.trim() == "ready");
+            if is_ready && self.runs() { Ok(()) } else { Err(self.log()) }
         })
         .await;
     }
@@ -291,6 +306,18 @@ fn make_folder(fsync: Fsync, parent: Option<&Path>) -> PathBuf {
     let chown = Command::new("chown").arg(&user).arg(&folder).status();
     assert!(chown.is_ok_and(|status| status.success()), "the folder can be given to {user}");
     folder
+}
+
+/// Returns psql's output, run as the superuser of the server behind a port.
+pub fn psql(port: u16, database: &str, sql: &str) -> String {
+    let programs = programs().expect("Postgres is installed");
+    let mut psql = Command::new(programs.join("psql"));
+    psql.args(["-h", "127.0.0.1", "-p", &port.to_string(), "-U", "postgres", "-d", database]);
+    psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-c", sql]);
+    // Only Patroni's superuser has a password.
+    let output = run(psql.env("PGPASSWORD", "x"));
+    assert!(output.status.success(), "{sql}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
 /// Runs a command as the user of the servers.
@@ -320,15 +347,17 @@ fn follow(data: &Path, port: u16, name: &str) {
 pub struct Paused(Vec<i32>);
 
 impl Paused {
-    fn signal(&self, signal: &str) {
-        // `kill` fails if one of the processes has ended.
-        let _ = Command::new("kill").arg(signal).args(self.0.iter().map(ToString::to_string)).status();
+    fn signal(&self, signal: Signal) {
+        for pid in self.0.iter().filter_map(|pid| Pid::from_raw(*pid)) {
+            // It fails if the process has ended.
+            kill_process(pid, signal).ok();
+        }
     }
 }
 
 impl Drop for Paused {
     fn drop(&mut self) {
-        self.signal("-CONT");
+        self.signal(Signal::CONT);
     }
 }
 
@@ -369,9 +398,17 @@ fn home(fsync: Fsync) -> TempDir {
     made.expect("a temporary directory can be made")
 }
 
+/// Returns a port that was not returned before and that nobody listens on. Linux gives ports from 32768 on to sockets that
+/// ask for any port, so none of them takes this one before it is used.
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    listener.local_addr().expect("a bound socket has an address").port()
+    static USED: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let number = std::process::id().wrapping_add(USED.fetch_add(1, Ordering::Relaxed));
+        let port = 15_000 + (number % 15_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 /// Returns the name of the database that an endpoint names; also that of its role and schema.

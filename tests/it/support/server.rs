@@ -11,6 +11,7 @@ use std::{
 };
 
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
+use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::{
     sync::mpsc,
@@ -19,7 +20,7 @@ use tokio::{
 
 use tonic::Code;
 
-use super::{Backend, Client, DEADLINE, Etcd, Postgres, eventually, http_get, skip};
+use super::{Backend, Client, DEADLINE, Etcd, Postgres, eventually, http_get, orlop_program, run, send_signal, skip};
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
 const READY: &str = "orlop: serving client requests on ";
@@ -106,7 +107,7 @@ impl Server {
     /// Starts an etcd of one version, if the machine has it, on `data` or on a new folder. It does not sync to the disk.
     pub async fn etcd_of(etcd: Etcd, arguments: &[&str], data: Option<PathBuf>) -> Option<Self> {
         let binary = found(etcd)?;
-        let help = Command::new(&binary).arg("--help").output().expect("etcd prints its flags");
+        let help = run(Command::new(&binary).arg("--help"));
         let help = [help.stdout, help.stderr].concat();
         let no_fsync = String::from_utf8_lossy(&help).contains("--unsafe-no-fsync");
         let arguments = arguments.iter().map(OsString::from).collect();
@@ -174,7 +175,7 @@ impl Server {
 
     /// Sends SIGTERM and waits for the end of the process.
     pub async fn terminate(&mut self) -> ExitStatus {
-        self.signal("-TERM");
+        send_signal(self.pid(), Signal::TERM);
         let deadline = Instant::now() + DEADLINE;
         loop {
             if let Some(status) = self.process.try_wait().expect("our child can be waited for") {
@@ -187,16 +188,11 @@ impl Server {
 
     /// Stops all threads until [`Server::resume`].
     pub fn pause(&self) {
-        self.signal("-STOP");
+        send_signal(self.pid(), Signal::STOP);
     }
 
     pub fn resume(&self) {
-        self.signal("-CONT");
-    }
-
-    fn signal(&self, signal: &str) {
-        let signalled = Command::new("kill").args([signal, &self.pid().to_string()]).status();
-        assert!(signalled.is_ok_and(|status| status.success()), "the signal can be sent");
+        send_signal(self.pid(), Signal::CONT);
     }
 
     /// Returns whether the process still runs.
@@ -281,18 +277,13 @@ async fn launch(
     }
 }
 
-/// Returns the server program: the one that `ORLOP_TEST_SERVER` names, or the one that was built with the tests.
-fn program() -> OsString {
-    std::env::var_os("ORLOP_TEST_SERVER").unwrap_or_else(|| env!("CARGO_BIN_EXE_orlop").into())
-}
-
 async fn launch_orlop(
     datastore: Option<&str>,
     arguments: &[OsString],
     environment: &[(String, OsString)],
     home: &Path,
 ) -> (Child, String) {
-    let mut command = Command::new(program());
+    let mut command = Command::new(orlop_program());
     // A command such as migrate precedes the flags.
     let is_command = |first: &&OsString| !first.as_encoded_bytes().starts_with(b"-");
     let (subcommand, arguments) = arguments.split_at(usize::from(arguments.first().as_ref().is_some_and(is_command)));

@@ -1,9 +1,6 @@
 //! Checks that every acknowledged write exists and no refused write does.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    process::Command,
-};
+use std::collections::{BTreeMap, HashMap};
 
 use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 
@@ -14,7 +11,7 @@ use crate::{
         watcher::{Log, read_all},
         workload,
     },
-    support::{Server, eventually},
+    support::{Server, eventually, prints},
 };
 
 /// Counts of the checked writes.
@@ -52,11 +49,7 @@ pub fn check_store(server: &Server) {
         Some(endpoint) => endpoint.to_owned(),
         None => format!("sqlite://{}", server.data_dir().join("orlop.db").display()),
     };
-    let checked = Command::new(env!("CARGO_BIN_EXE_orlop"))
-        .args(["check", "--datastore-endpoint", &place])
-        .output()
-        .expect("orlop is built with the tests");
-    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&[checked.stdout, checked.stderr].concat()));
+    prints(&["check", "--datastore-endpoint", &place]);
 }
 
 /// Prefix of the shared keys.

@@ -1,6 +1,6 @@
 //! How each fault is injected and ended.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, time::Duration};
 
 use orlop_core::supervise::EXIT_DISK_FAILED;
 use orlop_wire::proto::client::etcdserverpb::{
@@ -9,6 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     compare::{CompareResult, CompareTarget, TargetUnion},
     request_op::Request,
 };
+use rustix::process::Signal;
 use tokio::{
     task::JoinSet,
     time::{Instant, sleep, timeout},
@@ -25,7 +26,7 @@ use super::{
     rig::{Rig, Target, limit},
     workload::Workload,
 };
-use crate::support::{Client, DEADLINE, NetworkState, Random, eventually, http_get};
+use crate::support::{Client, DEADLINE, NetworkState, Random, eventually, http_get, memory_kib, send_signal};
 
 /// Injects a fault and ends it. Returns the time, on the clients' clock, from which the clients' waits are measured.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
@@ -104,8 +105,7 @@ fn kill_backend(rig: &Rig) {
     let sql = "SELECT pid FROM pg_stat_activity WHERE application_name = 'orlop' AND query LIKE '%orlop_append%' \
                ORDER BY query_start DESC LIMIT 1";
     let pid = postgres.psql("postgres", sql);
-    let killed = Command::new("kill").args(["-KILL", &pid]).status();
-    assert!(killed.is_ok_and(|status| status.success()), "backend `{pid}` can be killed");
+    send_signal(pid.parse().unwrap_or_else(|_| panic!("not a process: `{pid}`")), Signal::KILL);
 }
 
 fn links(rig: &Rig, side: LinkSide) -> Vec<&crate::support::Link> {
@@ -242,7 +242,8 @@ async fn fail_writes(files: i64, errno: i64, rig: &mut Rig, workload: &Workload)
     since
 }
 
-const SHORT_TTL_SECS: i64 = 3;
+/// Longer than a stall of the machine between the grant and the put.
+const SHORT_TTL_SECS: i64 = 8;
 const LONG_TTL_SECS: i64 = 60;
 
 /// Lets the clock jump and jump back. A lease that is kept alive must survive both jumps; a lease that is not kept
@@ -330,20 +331,13 @@ async fn demand_memory(endpoint: &str, asking: &mut JoinSet<()>) {
 /// Maximum time to connect to a server that may have no memory left.
 const CONNECT_TIME: Duration = Duration::from_secs(1);
 
-/// Returns the bytes of private memory that a process can write to.
-fn memory_bytes(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process runs");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).expect("Linux tells it");
-    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number");
-    kib * 1024
-}
-
 const LARGE_BYTES: usize = 1_400_000;
 const LARGE_REQUESTS: usize = 8;
 
 /// Limits the server's memory until its process ends, and starts it again. A process without memory cannot continue.
 async fn exhaust_memory(rig: &mut Rig, workload: &Workload) -> u64 {
-    let data = memory_bytes(rig.server().pid());
+    // The private memory that the process can write to.
+    let data = memory_kib(rig.server().pid(), "VmData") * 1024;
     limit(rig.server(), "data", &data.to_string());
     let endpoint = rig.server().endpoint().to_owned();
     let deadline = Instant::now() + DEADLINE;

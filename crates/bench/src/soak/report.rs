@@ -7,6 +7,12 @@ use serde::Serialize;
 use super::{metrics::Sample, verdict::Verdict};
 use crate::{error::Error, output::number};
 
+/// Length of a pause of the server or the machine, in seconds, whose skipped operations are not a problem.
+const PAUSE_SECS: u64 = 2;
+/// Minimum length of a test whose skipped operations are counted. In a shorter one, a pause that is a little longer skips
+/// a large part of the operations.
+const JUDGED_SECS_MIN: u64 = 30;
+
 #[derive(Debug, Serialize)]
 pub struct SoakReport {
     pub scenario: &'static str,
@@ -27,9 +33,9 @@ pub struct ServerResult {
     pub operations: u64,
     /// Number of operations at the configured rate until the end of the test.
     pub operations_due: u64,
-    /// Number of operations that may be missing after a short pause of the server or the machine.
+    /// Configured operations per second.
     #[serde(skip)]
-    pub pause_operations: u64,
+    pub rate: u64,
     pub events: u64,
     pub compactions: u64,
     /// Number of short-lived clients.
@@ -58,10 +64,11 @@ impl ServerResult {
     }
 
     /// Returns the number of skipped operations if it is more than a tenth of those that were due, not counting those
-    /// of a short pause.
+    /// of a short pause. A short test is not judged.
     fn skipped(&self) -> Option<u64> {
-        let skipped = self.operations_due.saturating_sub(self.operations + self.errors);
-        (skipped > self.operations_due / 10 + self.pause_operations).then_some(skipped)
+        let Self { operations_due: due, rate, .. } = self;
+        let skipped = due.saturating_sub(self.operations + self.errors);
+        (*due >= rate * JUDGED_SECS_MIN && skipped > due / 10 + rate * PAUSE_SECS).then_some(skipped)
     }
 
     fn problems(&self) -> Vec<String> {
@@ -159,7 +166,7 @@ mod tests {
         let result = |operations, errors, first_error: Option<&str>| ServerResult {
             operations,
             operations_due: 10_000,
-            pause_operations: 200,
+            rate: 100,
             errors,
             first_error: first_error.map(str::to_owned),
             ..ServerResult::default()
@@ -170,5 +177,12 @@ mod tests {
         check(result(8_799, 0, None), &[skipped]);
         check(result(8_000, 2_000, Some("put: gone")), &["Orlop: 2000 operations failed: put: gone"]);
         check(result(10_000, 0, Some("the watch stream ended")), &["Orlop: a watch failed: the watch stream ended"]);
+    }
+
+    #[test]
+    fn skipped_operations_are_judged_from_30_seconds_on() {
+        let result = |operations_due| ServerResult { operations_due, rate: 100, ..ServerResult::default() };
+        check(result(2_999), &[]);
+        check(result(3_000), &["Orlop: 3000 of 3000 operations were skipped because earlier ones took too long"]);
     }
 }

@@ -32,9 +32,6 @@ const CHURN_PER_SEC: f64 = 4.0;
 /// Maximum time until the server has released the resources of disconnected clients. All leases expire within it.
 const RELEASE_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// Length of a pause of the server or the machine, in seconds, whose skipped operations are not a problem.
-const PAUSE_SECS: u64 = 2;
-
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 pub struct ServerRun<'a> {
@@ -91,7 +88,7 @@ impl<'a> ServerRun<'a> {
             server: name,
             operations: totals.operations,
             operations_due,
-            pause_operations: rate as u64 * PAUSE_SECS,
+            rate: rate as u64,
             events: events.count,
             compactions: totals.compactions,
             visits: totals.visits,

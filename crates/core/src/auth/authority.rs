@@ -1,12 +1,12 @@
 //! Who may do what: the answer of one auth revision.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{Arc, OnceLock},
 };
 
 use super::{Access, AuthState, Error, KeySet, ROOT, User};
-use crate::types::KeyRange;
+use crate::types::{Key, KeyRange};
 
 /// Who sends a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -51,16 +51,24 @@ pub struct Authority {
 #[derive(Debug)]
 struct Known {
     tokens_from: u64,
-    /// Computed when they are first needed.
-    rights: OnceLock<Rights>,
+    /// Computed when they are first needed. Users with the same roles share them.
+    rights: Arc<OnceLock<Rights>>,
 }
 
 impl From<AuthState> for Authority {
     fn from(state: AuthState) -> Self {
-        let known = |user: &User| Known { tokens_from: user.tokens_from, rights: OnceLock::new() };
-        let users = state.users.iter().map(|(name, user)| (name.clone(), known(user))).collect();
-        Self { state, users }
+        Self { users: known_users(&state), state }
     }
+}
+
+fn known_users(state: &AuthState) -> HashMap<String, Known> {
+    let mut by_roles: HashMap<&BTreeSet<String>, Arc<OnceLock<Rights>>> = HashMap::new();
+    let mut known = HashMap::new();
+    for (name, user) in &state.users {
+        let rights = Arc::clone(by_roles.entry(&user.roles).or_default());
+        known.insert(name.clone(), Known { tokens_from: user.tokens_from, rights });
+    }
+    known
 }
 
 impl Authority {
@@ -208,10 +216,26 @@ impl Rights {
         }
     }
 
+    /// Like [`Self::check_read`], for each of the keys.
+    pub fn check_read_keys(&self, keys: &BTreeSet<Key>) -> Result<(), Error> {
+        match self {
+            Self::Keys { read, .. } if read.outside(keys).next().is_some() => Err(Error::PermissionDenied),
+            Self::Root | Self::Keys { .. } => Ok(()),
+        }
+    }
+
     /// Like [`Self::check_write`], for one key.
     pub fn check_write_key(&self, key: &[u8]) -> Result<(), Error> {
         match self {
             Self::Keys { write, .. } if !write.contains_key(key) => Err(Error::PermissionDenied),
+            Self::Root | Self::Keys { .. } => Ok(()),
+        }
+    }
+
+    /// Like [`Self::check_write`], for each of the keys.
+    pub fn check_write_keys(&self, keys: &BTreeSet<Key>) -> Result<(), Error> {
+        match self {
+            Self::Keys { write, .. } if write.outside(keys).next().is_some() => Err(Error::PermissionDenied),
             Self::Root | Self::Keys { .. } => Ok(()),
         }
     }

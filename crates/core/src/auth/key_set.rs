@@ -1,5 +1,7 @@
 //! Sets of keys that permissions cover.
 
+use std::{collections::BTreeSet, iter, ops::Bound};
+
 use crate::types::{Key, KeyRange};
 
 /// A set of keys: sorted spans that neither overlap nor touch.
@@ -58,7 +60,27 @@ impl KeySet {
 
     /// Returns whether the set contains a key.
     pub fn contains_key(&self, key: &[u8]) -> bool {
-        self.span_at(key).is_some_and(|span| span.end.as_ref().is_none_or(|end| key < end.as_slice()))
+        self.span_of(key).is_some()
+    }
+
+    /// Returns the keys that the set does not contain, in order. All keys within a span are skipped in one step.
+    pub fn outside<'a>(&'a self, keys: &'a BTreeSet<Key>) -> impl Iterator<Item = &'a Key> {
+        let mut from: Bound<&Key> = Bound::Unbounded;
+        iter::from_fn(move || {
+            loop {
+                let key = keys.range::<Key, _>((from, Bound::Unbounded)).next()?;
+                let Some(span) = self.span_of(key) else {
+                    from = Bound::Excluded(key);
+                    return Some(key);
+                };
+                from = Bound::Included(span.end.as_ref()?);
+            }
+        })
+    }
+
+    /// Returns the span that contains a key.
+    fn span_of(&self, key: &[u8]) -> Option<&Span> {
+        self.span_at(key).filter(|span| span.end.as_ref().is_none_or(|end| key < end.as_slice()))
     }
 
     /// Returns the last span that starts at or before a key.

@@ -1,6 +1,13 @@
-use proptest::{collection::vec, prelude::*, sample::select};
+use std::{ptr, sync::Arc};
+
+use proptest::{
+    collection::{btree_set, vec},
+    prelude::*,
+    sample::select,
+};
 
 use super::*;
+use crate::types::Key;
 
 fn key() -> impl Strategy<Value = Vec<u8>> {
     vec(select(vec![0_u8, b'a', b'b']), 0..3)
@@ -32,6 +39,15 @@ proptest! {
         let is_endless = |range: &KeyRange| matches!(range, KeyRange::Span { end: None, .. });
         let expected = edges.iter().all(is_permitted) && (!is_endless(&asked) || granted.iter().any(is_endless));
         prop_assert_eq!(set.contains(&asked), expected, "{:?}", set);
+    }
+
+    #[test]
+    fn keys_outside_a_set_are_in_none_of_its_ranges(granted in vec(range(), 0..5), keys in btree_set(key(), 0..8)) {
+        let set: KeySet = granted.iter().collect();
+        let keys: BTreeSet<Key> = keys.into_iter().map(Key::from).collect();
+        let is_permitted = |key: &Key| granted.iter().any(|range| range.contains(key));
+        let expected: Vec<&Key> = keys.iter().filter(|key| !is_permitted(key)).collect();
+        prop_assert_eq!(set.outside(&keys).collect::<Vec<_>>(), expected, "{:?}", set);
     }
 }
 
@@ -99,4 +115,24 @@ fn changes_have_the_outcomes_of_etcd() {
     for (change, outcome, revision) in table {
         assert_eq!((state.apply(&change), state.revision), (outcome, revision), "{change:?}");
     }
+}
+
+#[test]
+fn users_with_the_same_roles_share_their_rights() {
+    let mut state = AuthState::default();
+    let changes = [
+        vec![add_user(ROOT), grant_role(ROOT, ROOT), AuthChange::Enable],
+        ["r", "s"].map(|role| AuthChange::AddRole { role: named(role) }).to_vec(),
+        vec![permission("r", "m", Access::ReadWrite)],
+        ["one", "two", "other"].map(add_user).to_vec(),
+        vec![grant_role("one", "r"), grant_role("two", "r"), grant_role("other", "s")],
+    ];
+    for change in changes.concat() {
+        assert!(state.apply(&change).is_ok(), "{change:?}");
+    }
+    let authority = Authority::from(state);
+    let caller = |user| Caller::User(Arc::new(Identity { user: named(user), credential: Credential::Certificate }));
+    let [one, two, other] = ["one", "two", "other"].map(|user| authority.rights(&caller(user)).expect("a user"));
+    assert!(ptr::eq(one, two));
+    assert_eq!([one, two, other].map(|rights| rights.check_write_key(b"k").is_ok()), [true, true, false]);
 }

@@ -14,6 +14,9 @@ use tokio::time::Instant;
 use crate::log::LoggedLease;
 use crate::types::{Change, ChangeKind, Key, LeaseId};
 
+/// The keys of a lease that does not exist.
+static NO_KEYS: BTreeSet<Key> = BTreeSet::new();
+
 #[derive(Debug, Default)]
 pub struct Table {
     /// The log's epoch ([`crate::log::Position::epoch`]) up to which this table contains the changes of leases.
@@ -161,14 +164,14 @@ impl Table {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// Returns the attached keys in order.
-    pub fn keys(&self, id: LeaseId) -> impl Iterator<Item = &Key> {
-        self.leases.get(&id).into_iter().flat_map(|lease| &lease.keys)
+    /// Returns the attached keys.
+    pub fn keys(&self, id: LeaseId) -> &BTreeSet<Key> {
+        self.leases.get(&id).map_or(&NO_KEYS, |lease| &lease.keys)
     }
 
-    /// Returns the keys of all leases.
-    pub fn all_keys(&self) -> impl Iterator<Item = &Key> {
-        self.leases.values().flat_map(|lease| &lease.keys)
+    /// Returns the keys of each lease.
+    pub fn keys_of_each(&self) -> impl Iterator<Item = &BTreeSet<Key>> {
+        self.leases.values().map(|lease| &lease.keys)
     }
 
     /// Moves the changed key from its previous lease to the lease of the change.
@@ -226,7 +229,7 @@ mod tests {
     }
 
     fn keys(table: &Table, id: i64) -> Vec<&[u8]> {
-        table.keys(LeaseId(id)).map(Key::as_slice).collect()
+        table.keys(LeaseId(id)).iter().map(Key::as_slice).collect()
     }
 
     #[test]

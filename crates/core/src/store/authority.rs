@@ -102,7 +102,6 @@ impl Store {
         self.confirm().await?;
         let leases = self.shared.leases.lock();
         let authority = self.shared.authority.get();
-        let rights = authority.rights(caller)?;
-        Ok(leases.keys(id).try_for_each(|key| rights.check_write_key(key))?)
+        Ok(authority.rights(caller)?.check_write_keys(leases.keys(id))?)
     }
 }

@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, ops::Bound};
 use tokio::time::Instant;
 
 use crate::{
-    auth::{AuthChange, AuthState},
+    auth::{AuthChange, AuthState, KeySet},
     index::{Entry, Lease, TreeIndex},
     lease,
     log::{AlarmChange, LeaseChange},
@@ -241,22 +241,25 @@ impl Batch {
         }
     }
 
-    /// Visits the live keys of a range in order, as the next request sees them.
-    pub fn visit(&self, index: &TreeIndex, range: &KeyRange, mut visit: impl FnMut(&Key, Current)) {
+    /// Visits the live keys of a range in order, as the next request sees them. Returns the number of keys that it has
+    /// looked at, including deleted ones.
+    pub fn visit(&self, index: &TreeIndex, range: &KeyRange, mut visit: impl FnMut(&Key, Current)) -> usize {
         if let KeyRange::Single(key) = range {
             if let Some(current) = self.current(index, key) {
                 visit(key, current);
             }
-            return;
+            return 1;
         }
         if range.is_empty() {
-            return;
+            return 0;
         }
+        let mut visited = 0;
         let mut from = range.bounds().0;
         for (key, position) in self.newest.range::<[u8], _>(range.bounds()) {
             if let Some(before) = bounds_before(from, key) {
-                index.range(before, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
+                visited += index.visit(before, self.base, |key, entry| visit(key, from_index(entry)));
             }
+            visited += 1;
             if let Some(current) = self.state_after(*position) {
                 visit(key, current);
             }
@@ -264,8 +267,9 @@ impl Batch {
         }
         let rest = (from, range.bounds().1);
         if !is_empty(rest) {
-            index.range(rest, self.base).for_each(|(key, entry)| visit(key, from_index(entry)));
+            visited += index.visit(rest, self.base, |key, entry| visit(key, from_index(entry)));
         }
+        visited
     }
 
     /// Returns whether the lease exists for the next request.
@@ -288,15 +292,30 @@ impl Batch {
 
     /// Returns the live keys of the lease in order, as the next request sees them.
     pub fn lease_keys(&self, leases: &lease::Table, wanted: LeaseId) -> Vec<Key> {
-        let unchanged = leases.keys(wanted).filter(|key| !self.newest.contains_key(key.as_slice())).cloned();
-        let changed = self
-            .newest
-            .iter()
-            .filter(|(_, position)| self.state_after(**position).is_some_and(|current| current.lease == Some(wanted)))
-            .map(|(key, _)| key.clone());
-        let mut keys: Vec<Key> = unchanged.chain(changed).collect();
+        let unchanged = leases.keys(wanted).iter().filter(|key| !self.is_changed(key));
+        let mut keys: Vec<Key> = unchanged.chain(self.changed_lease_keys(wanted)).cloned().collect();
         keys.sort_unstable();
         keys
+    }
+
+    /// Returns whether `set` lacks one of the lease's live keys, as the next request sees them. The time does not depend on
+    /// the number of keys that `set` contains.
+    pub fn has_lease_key_outside(&self, leases: &lease::Table, wanted: LeaseId, set: &KeySet) -> bool {
+        set.outside(leases.keys(wanted)).any(|key| !self.is_changed(key))
+            || self.changed_lease_keys(wanted).any(|key| !set.contains_key(key))
+    }
+
+    fn is_changed(&self, key: &Key) -> bool {
+        self.newest.contains_key(key)
+    }
+
+    /// Returns the keys that the batch has changed and that have the lease now.
+    fn changed_lease_keys(&self, wanted: LeaseId) -> impl Iterator<Item = &Key> {
+        let has_lease = move |position: usize| match self.changes[position].kind {
+            ChangeKind::Put { lease, .. } => lease == Some(wanted),
+            ChangeKind::Delete => false,
+        };
+        self.newest.iter().filter(move |(_, position)| has_lease(**position)).map(|(key, _)| key)
     }
 }
 

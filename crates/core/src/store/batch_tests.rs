@@ -114,7 +114,9 @@ impl World {
         let all = KeyRange::from_wire(b"\0", b"\0");
         for range in ranges.iter().chain([&all]) {
             let mut seen = Vec::new();
-            self.batch.visit(&self.index, range, |key, current| seen.push((key.clone(), fields(current))));
+            let visited =
+                self.batch.visit(&self.index, range, |key, current| seen.push((key.clone(), fields(current))));
+            prop_assert_eq!(visited, self.known_keys(range), "{:?}", range);
             let within = self.live.iter().filter(|(key, _)| range.contains(key));
             let expected: Vec<_> = within.map(|(key, state)| (key.clone(), state.clone())).collect();
             prop_assert_eq!(seen, expected, "{:?}", range);
@@ -128,6 +130,17 @@ impl World {
         prop_assert_eq!(in_order.collect::<Vec<_>>(), self.made.clone());
         prop_assert_eq!(self.batch.is_empty(), self.made.is_empty());
         Ok(())
+    }
+
+    /// Returns the number of keys of a range that the index or the batch knows, live or deleted. A single key is looked up
+    /// in any case.
+    fn known_keys(&self, range: &KeyRange) -> usize {
+        if matches!(range, KeyRange::Single(_)) {
+            return 1;
+        }
+        let is_changed = |key: &[u8]| self.batch.changes().iter().any(|change| change.key.as_slice() == key);
+        let is_known = |key: &[u8]| is_changed(key) || !self.index.rows(key).is_empty();
+        KEYS.iter().filter(|key| range.contains(key.as_bytes()) && is_known(key.as_bytes())).count()
     }
 }
 

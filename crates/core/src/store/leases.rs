@@ -121,15 +121,12 @@ impl Store {
         if let Some(authority) = self.shared.authority.if_enabled() {
             match keys {
                 LeaseKeys::Omitted => authority.check_user(caller)?,
-                LeaseKeys::Returned => {
-                    let rights = authority.rights(caller)?;
-                    leases.keys(id).try_for_each(|key| rights.check_read_key(key))?;
-                }
+                LeaseKeys::Returned => authority.rights(caller)?.check_read_keys(leases.keys(id))?,
             }
         }
         let mut remaining = leases.remaining(id, Instant::now());
         if let (Some(remaining), LeaseKeys::Returned) = (&mut remaining, keys) {
-            remaining.keys = leases.keys(id).cloned().collect();
+            remaining.keys = leases.keys(id).iter().cloned().collect();
         }
         Ok(remaining)
     }
@@ -144,7 +141,7 @@ impl Store {
         let leases = self.shared.leases.lock();
         if let Some(authority) = self.shared.authority.if_enabled() {
             let rights = authority.rights(caller)?;
-            leases.all_keys().try_for_each(|key| rights.check_read_key(key))?;
+            leases.keys_of_each().try_for_each(|keys| rights.check_read_keys(keys))?;
         }
         Ok(leases.list(Instant::now()))
     }

@@ -77,11 +77,16 @@ pub struct Settings {
     pub watchdog: Arc<Watchdog>,
 }
 
+impl Settings {
+    pub const VALUE_CACHE_BYTES: u64 = 256 << 20;
+    pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            value_cache_bytes: 256 << 20,
-            poll_interval: Duration::from_millis(100),
+            value_cache_bytes: Self::VALUE_CACHE_BYTES,
+            poll_interval: Self::POLL_INTERVAL,
             name: "default".to_owned(),
             client_urls: Vec::new(),
             metrics: Arc::default(),

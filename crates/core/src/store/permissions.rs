@@ -1,30 +1,50 @@
 //! Which rights a request needs, as in etcd.
 
+use std::collections::BTreeSet;
+
 use super::{
     request::{DeleteRequest, Op, PutLease, PutRequest, TxnRequest},
     write_request::Request,
 };
 use crate::{
-    auth::{Authority, Caller, Error, Rights},
-    types::{Key, LeaseId},
+    auth::{Authority, Caller, Error, KeySet, Rights},
+    types::LeaseId,
 };
 
-/// Checks a request of the writer. `lease_keys` returns the keys of a lease.
+/// The leases that a request sets.
+type Leases = BTreeSet<LeaseId>;
+
+/// Checks a request of the writer. `has_key_outside` returns whether a lease has a key that is not in the set.
 pub(super) fn check(
     authority: &Authority,
     caller: &Caller,
     request: &Request,
-    lease_keys: impl Fn(LeaseId) -> Vec<Key>,
+    has_key_outside: impl Fn(LeaseId, &KeySet) -> bool,
 ) -> Result<(), Error> {
+    // A key is deleted with its lease, so a caller that sets a lease must be able to revoke it.
+    let check_leases = |rights: &Rights, leases: &Leases| match rights {
+        Rights::Keys { write, .. } if leases.iter().any(|lease| has_key_outside(*lease, write)) => {
+            Err(Error::PermissionDenied)
+        }
+        Rights::Root | Rights::Keys { .. } => Ok(()),
+    };
     match request {
-        Request::Put(put) => check_put(authority.rights(caller)?, put, &lease_keys),
+        Request::Put(put) => {
+            let (rights, mut leases) = (authority.rights(caller)?, Leases::new());
+            check_put(rights, put, &mut leases)?;
+            check_leases(rights, &leases)
+        }
         Request::Delete(delete) => check_delete(authority.rights(caller)?, delete),
-        Request::Txn(txn) => check_txn(authority.rights(caller)?, txn, &lease_keys),
+        Request::Txn(txn) => {
+            let (rights, mut leases) = (authority.rights(caller)?, Leases::new());
+            check_txn(rights, txn, &mut leases)?;
+            check_leases(rights, &leases)
+        }
         Request::Grant { .. } => authority.check_user(caller),
         Request::Revoke(lease) => {
             authority.check_user(caller)?;
-            let keys = lease_keys(*lease);
-            if keys.is_empty() { Ok(()) } else { check_lease(authority.rights(caller)?, &keys) }
+            let has_keys = has_key_outside(*lease, &KeySet::default());
+            if has_keys { check_leases(authority.rights(caller)?, &Leases::from([*lease])) } else { Ok(()) }
         }
         // A request of the server.
         Request::Expire(_) => Ok(()),
@@ -32,29 +52,31 @@ pub(super) fn check(
     }
 }
 
-/// Checks every compare and every operation of both branches, also of nested transactions.
-pub(super) fn check_txn(
-    rights: &Rights,
-    txn: &TxnRequest,
-    lease_keys: &impl Fn(LeaseId) -> Vec<Key>,
-) -> Result<(), Error> {
+/// Checks a read-only transaction, which sets no lease.
+pub(super) fn check_read_txn(rights: &Rights, txn: &TxnRequest) -> Result<(), Error> {
+    check_txn(rights, txn, &mut Leases::new())
+}
+
+/// Checks every compare and every operation of both branches, also of nested transactions. Adds the leases that puts set
+/// to `leases`.
+fn check_txn(rights: &Rights, txn: &TxnRequest, leases: &mut Leases) -> Result<(), Error> {
     if *rights == Rights::Root {
         return Ok(());
     }
     txn.compares.iter().try_for_each(|compare| rights.check_read(&compare.range))?;
     txn.success.iter().chain(&txn.failure).try_for_each(|op| match op {
         Op::Range(range) => rights.check_read(&range.range),
-        Op::Put(put) => check_put(rights, put, lease_keys),
+        Op::Put(put) => check_put(rights, put, leases),
         Op::Delete(delete) => check_delete(rights, delete),
-        Op::Txn(nested) => check_txn(rights, nested, lease_keys),
+        Op::Txn(nested) => check_txn(rights, nested, leases),
     })
 }
 
-fn check_put(rights: &Rights, put: &PutRequest, lease_keys: &impl Fn(LeaseId) -> Vec<Key>) -> Result<(), Error> {
+/// Checks a put, and adds the lease that it sets to `leases`.
+fn check_put(rights: &Rights, put: &PutRequest, leases: &mut Leases) -> Result<(), Error> {
     rights.check_write_key(&put.key)?;
-    // The key would be deleted with the lease, so the caller must be able to revoke it.
-    if let (PutLease::Set(Some(lease)), Rights::Keys { .. }) = (put.lease, rights) {
-        check_lease(rights, &lease_keys(lease))?;
+    if let PutLease::Set(Some(lease)) = put.lease {
+        leases.insert(lease);
     }
     if put.prev_kv { rights.check_read_key(&put.key) } else { Ok(()) }
 }
@@ -62,8 +84,4 @@ fn check_put(rights: &Rights, put: &PutRequest, lease_keys: &impl Fn(LeaseId) ->
 fn check_delete(rights: &Rights, delete: &DeleteRequest) -> Result<(), Error> {
     rights.check_write(&delete.range)?;
     if delete.prev_kv { rights.check_read(&delete.range) } else { Ok(()) }
-}
-
-fn check_lease(rights: &Rights, keys: &[Key]) -> Result<(), Error> {
-    keys.iter().try_for_each(|key| rights.check_write_key(key))
 }

@@ -6,11 +6,8 @@ use std::{
     time::Duration,
 };
 
-use tokio::{
-    sync::watch,
-    time::{Instant, sleep},
-};
-use tracing::{debug, info, warn};
+use tokio::{sync::watch, time::sleep};
+use tracing::{debug, warn};
 
 use super::{
     error::{Error, Result},
@@ -22,7 +19,7 @@ use super::{
     write_request::Request,
 };
 use crate::auth::Caller;
-use crate::log::{Alarm, AlarmChange, AlarmKind, Cause, Precision, Reclaim, Reclaimed, Size};
+use crate::log::{Alarm, AlarmChange, AlarmKind, Cause, Precision, Size};
 
 /// Interval between measurements.
 const INTERVAL: Duration = Duration::from_secs(5);
@@ -37,26 +34,6 @@ const CLEAR_PERCENT: i64 = 90;
 const FRESH_PERCENT: i64 = 75;
 
 impl Shared {
-    async fn defragment(&self) -> Result<()> {
-        let metrics = &self.metrics.maintenance;
-        let begun = Instant::now();
-        metrics.defrag_inflight.inc();
-        let done = async {
-            while self.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
-                tokio::task::yield_now().await;
-            }
-            Ok(())
-        };
-        let done: crate::log::Result<()> = done.await;
-        metrics.defrag_inflight.dec();
-        metrics.defrag.observe(begun.elapsed().as_secs_f64());
-        // A failed one may have freed space, too.
-        self.space.note_freed();
-        done?;
-        info!(elapsed_ms = begun.elapsed().as_millis(), "defragmented");
-        Ok(())
-    }
-
     /// Checks a request against the alarms and the quota.
     ///
     /// # Errors
@@ -183,20 +160,6 @@ impl Store {
     /// Raises or clears an alarm for all instances. Repeating a change has no effect.
     pub async fn change_alarm(&self, caller: &Caller, change: AlarmChange) -> Result<()> {
         self.submit_for_revision(caller, Request::Alarm(change)).await.map(drop)
-    }
-
-    /// Returns the database's free space to the file system, in steps between which writes can run. One that was begun is
-    /// finished even if the future is dropped, as in etcd; the next one waits for it.
-    pub async fn defragment(&self) -> Result<()> {
-        let running = Arc::clone(&self.shared.defragmenting).lock_owned().await;
-        let shared = Arc::clone(&self.shared);
-        let work = tokio::spawn(async move {
-            let done = shared.defragment().await;
-            drop(running);
-            done
-        });
-        // A task ends without a result if the process stops.
-        work.await.unwrap_or(Err(Error::Stopped))
     }
 
     /// Returns the quota in bytes, 0 if there is none.

@@ -47,8 +47,8 @@ impl From<Error> for Stop {
     }
 }
 
-/// Keys that a transaction may look at, in addition to four times the live ones. It is evaluated in one step, while nothing
-/// else is read or written.
+/// Keys that a transaction may look at, in addition to four times those in the index. It is evaluated in one step, while
+/// nothing else is read or written.
 const VISITS_MAX: usize = 1_000_000;
 
 /// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
@@ -64,7 +64,7 @@ pub struct Evaluation<'a> {
     pub fetched: &'a Fetched,
     pub batch: &'a mut Batch,
     missing: Vec<RowId>,
-    /// Keys looked at by compares and ranges, and pairs of ranges.
+    /// Keys looked at by compares, ranges and deletes, including deleted keys, and pairs of ranges.
     visits: usize,
 }
 
@@ -211,8 +211,8 @@ impl<'a> Evaluation<'a> {
     /// evaluated as for a key that never existed: numbers are 0, and a compare of a value does not hold.
     fn holds(&mut self, compare: &Compare) -> Evaluated<bool> {
         let mut found = Vec::new();
-        self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
-        self.count_visits(found.len())?;
+        let visits = self.batch.visit(self.index, &compare.range, |_, current| found.push(current));
+        self.count_visits(visits)?;
         if found.is_empty() {
             return Ok(match compare.target {
                 CompareTarget::Version(number)
@@ -323,7 +323,8 @@ impl<'a> Evaluation<'a> {
 
     fn apply_delete(&mut self, request: &DeleteRequest, savepoint: Savepoint) -> Evaluated<DeleteResponse> {
         let mut found = Vec::new();
-        self.batch.visit(self.index, &request.range, |key, current| found.push((key.clone(), current)));
+        let visits = self.batch.visit(self.index, &request.range, |key, current| found.push((key.clone(), current)));
+        self.count_visits(visits)?;
         let deleted = found.len();
         let mut prev_kvs = Vec::new();
         for (key, current) in found {
@@ -338,26 +339,19 @@ impl<'a> Evaluation<'a> {
     fn apply_range(&mut self, request: &RangeRequest, savepoint: Savepoint) -> Evaluated<RangeResponse> {
         let mut selection = Selection::new(request);
         let mut from_batch = HashMap::new();
-        let mut visits = 0;
-        match request.at {
+        let visits = match request.at {
+            _ if request.range.is_empty() => 0,
             ReadAt::Revision(at) if at.0 > 0 => {
-                if !request.range.is_empty() {
-                    let entries = self.index.range(request.range.bounds(), at);
-                    entries.for_each(|(key, entry)| {
-                        visits += 1;
-                        selection.offer(key, entry);
-                    });
-                }
+                self.index.visit(request.range.bounds(), at, |key, entry| selection.offer(key, entry))
             }
             // A negative revision that was not rejected reads the latest state, as in etcd.
             ReadAt::Latest | ReadAt::Revision(_) => self.batch.visit(self.index, &request.range, |key, current| {
-                visits += 1;
                 selection.offer(key, current.entry());
                 if let Some(kv) = current.kv {
                     from_batch.insert(current.version.row, kv);
                 }
             }),
-        }
+        };
         let count = selection.count();
         let selected = selection.take();
         self.count_visits(visits + selected.len())?;

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     index::{CompactionCursor, Lease},
     log::{Append, Appended, Reclaim},
-    types::{ChangeKind, LeaseId, Revision},
+    types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
 };
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -279,9 +279,16 @@ impl World {
         let lease_changes = &self.model.lease_changes[self.committed.lease_changes.len()..];
         prop_assert_eq!(self.batch.leases(), lease_changes);
         let leases = self.shared.leases.lock();
+        let ranges = [KeyRange::from_wire(b"a", b""), KeyRange::from_wire(b"ab", b"bb"), KeyRange::all()];
         for id in LEASES.map(LeaseId) {
+            let keys = self.model.lease_keys(id);
             prop_assert_eq!(self.batch.lease_exists(&leases, id), self.model.leases.contains_key(&id), "{:?}", id);
-            prop_assert_eq!(self.batch.lease_keys(&leases, id), self.model.lease_keys(id), "{:?}", id);
+            prop_assert_eq!(&self.batch.lease_keys(&leases, id), &keys, "{:?}", id);
+            for permitted in [&ranges[..0], &ranges[..1], &ranges[1..2], &ranges[..2], &ranges[..]] {
+                let is_permitted = |key: &Key| permitted.iter().any(|range| range.contains(key));
+                let has_key_outside = self.batch.has_lease_key_outside(&leases, id, &permitted.iter().collect());
+                prop_assert_eq!(has_key_outside, !keys.iter().all(is_permitted), "{:?} {:?}", id, permitted);
+            }
         }
         Ok(())
     }
@@ -308,7 +315,7 @@ impl World {
         prop_assert_eq!(listed, self.model.leases.keys().copied().collect());
         for (id, ttl_secs) in &self.model.leases {
             let remaining = leases.remaining(*id, now).expect("a listed lease exists");
-            let keys: Vec<_> = leases.keys(*id).cloned().collect();
+            let keys: Vec<_> = leases.keys(*id).iter().cloned().collect();
             prop_assert_eq!((remaining.granted_secs, keys), (*ttl_secs, self.model.lease_keys(*id)));
         }
         Ok(())

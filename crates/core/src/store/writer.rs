@@ -269,8 +269,10 @@ impl Writer {
             return Err(Stop::Outdated);
         }
         if let Some(authority) = self.shared.authority.if_enabled() {
-            permissions::check(&authority, caller, request, |lease| batch.lease_keys(&leases, lease))
-                .map_err(Error::from)?;
+            permissions::check(&authority, caller, request, |lease, set| {
+                batch.has_lease_key_outside(&leases, lease, set)
+            })
+            .map_err(Error::from)?;
         }
         if let Request::Expire(id) = request
             && !batch.is_lease_expired(&leases, *id, Instant::now())

@@ -1,5 +1,7 @@
 //! The messages of a watch stream.
 
+use std::borrow::Cow;
+
 use bytes::Bytes;
 
 use crate::types::{Revision, WatchId};
@@ -14,7 +16,7 @@ pub enum Message {
     /// The watch was not created; the stream continues.
     Refused {
         revision: Revision,
-        reason: &'static str,
+        reason: Cow<'static, str>,
     },
     Canceled {
         id: WatchId,

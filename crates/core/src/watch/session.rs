@@ -1,6 +1,7 @@
 //! The session of a watch stream: its watches and their states. It reads the log for the watches that are catching up.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, VecDeque, btree_map::Entry},
     sync::Arc,
 };
@@ -105,7 +106,8 @@ impl Session {
     }
 
     /// Answers a request that creates no watch; the stream continues.
-    pub fn refuse(&self, reason: &'static str) {
+    pub fn refuse(&self, reason: impl Into<Cow<'static, str>>) {
+        let reason = reason.into();
         self.hub.with_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
     }
 

@@ -1,5 +1,5 @@
-//! The simulated database: each function does atomically what a function of Postgres (`migrations/postgres`) or a
-//! statement of SQLite does. [`super::log`] decides whether and when a call and its response arrive.
+//! The simulated database: each function does atomically what a function of Postgres (`crates/sql/migrations/postgres`)
+//! or a statement of SQLite does. [`super::log`] decides whether and when a call and its response arrive.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 

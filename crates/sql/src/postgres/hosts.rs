@@ -17,6 +17,31 @@ const DEFAULT_PORT: u16 = 5432;
 /// Characters of a host that are encoded in a URL.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'-').remove(b'_');
 
+/// Parameters of a URL that have an effect: those of [`Own`], and those that sqlx reads.
+pub const PARAMETERS: [&str; 21] = [
+    "sslmode",
+    "ssl-mode",
+    "sslrootcert",
+    "ssl-root-cert",
+    "ssl-ca",
+    "sslcert",
+    "ssl-cert",
+    "sslkey",
+    "ssl-key",
+    "statement-cache-capacity",
+    "host",
+    "hostaddr",
+    "port",
+    "dbname",
+    "user",
+    "password",
+    "passfile",
+    "target_session_attrs",
+    "load_balance_hosts",
+    "connect_timeout",
+    "options",
+];
+
 /// The order in which hosts are preferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HostOrder {

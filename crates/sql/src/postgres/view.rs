@@ -26,7 +26,7 @@ const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL 
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
 /// The migration that created the archive.
-const ARCHIVE_SCHEMA: i64 = 4;
+const ARCHIVE_SCHEMA: i64 = 2;
 
 /// A connection with a read-only transaction, and so a fixed snapshot of the database.
 pub struct PostgresView {

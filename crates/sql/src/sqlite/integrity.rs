@@ -123,6 +123,11 @@ pub(super) fn is_damage(error: &impl ResultCode) -> bool {
     has_code(error, CODE_CORRUPT)
 }
 
+/// Returns whether the file has another format than SQLite's.
+pub(crate) fn is_not_a_database(error: &sqlx::Error) -> bool {
+    has_code(error, CODE_NOT_A_DATABASE)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

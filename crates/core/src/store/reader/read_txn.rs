@@ -30,8 +30,7 @@ impl Store {
                 let index = self.shared.index.read();
                 let leases = self.shared.leases.lock();
                 if let Some(authority) = self.shared.authority.if_enabled() {
-                    // A read-only transaction attaches no lease.
-                    permissions::check_txn(authority.rights(caller)?, &request, &|_| Vec::new())?;
+                    permissions::check_read_txn(authority.rights(caller)?, &request)?;
                 }
                 let mut batch = Batch::new(index.head());
                 let evaluation = Evaluation::new(

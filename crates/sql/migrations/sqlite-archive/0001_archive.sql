@@ -23,8 +23,11 @@ CREATE INDEX kv_archive_end ON kv_archive (end_revision);
 
 -- Moments: id was the newest revision at this time. At most one a second.
 CREATE TABLE kv_time (
-    id INTEGER PRIMARY KEY,
-    at INTEGER NOT NULL                        -- milliseconds since 1970; never decreases
+    id  INTEGER PRIMARY KEY,
+    at  INTEGER NOT NULL,                      -- milliseconds since 1970
+    -- Nobody recorded times for a while before this moment (1) or somebody did (0). The revisions between a moment with a
+    -- gap and the one before it were written at an unknown time between the two.
+    gap INTEGER NOT NULL
 ) STRICT;
 
 CREATE INDEX kv_time_at ON kv_time (at);
