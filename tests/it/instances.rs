@@ -1,6 +1,8 @@
 //! Several instances on one Postgres database: each sees the writes that another acknowledged, even if an instance
 //! is slow, paused or stopped.
 
+mod leases;
+
 use std::{collections::BTreeSet, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{

@@ -52,8 +52,8 @@ pub use self::{
 use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
-    Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, Log, LoggedLease, Member, Meta, Page, Position,
-    Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
+    Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, LeaseScope, Log, LoggedLease, Member, Meta, Page,
+    Position, Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::metrics::Metrics;
 use orlop_core::supervise::vital;
@@ -295,6 +295,13 @@ impl SharedLog for PostgresLog {
             Ok(row)
         };
         position(&reading.await.map_err(|error| self.database.unavailable(&error))?)
+    }
+
+    async fn meta_since(&self, known: Position) -> Result<(Meta, LeaseScope)> {
+        match read!(self.database, connection => read::meta_since(connection, known))? {
+            Some((meta, changed)) => Ok((Meta { member_id: self.member.id, ..meta }, LeaseScope::Changed(changed))),
+            None => Ok((self.meta().await?, LeaseScope::All)),
+        }
     }
 
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision> {

@@ -24,7 +24,7 @@ pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
 /// Maximum number of rows per table that [`orlop_core::log::History::replay`] and checks read at a time.
 pub(super) const REPLAY_ROWS_MAX: usize = 10_000;
 /// Maximum bytes of the keys of these rows. They are in memory several times.
-const REPLAY_KEY_BYTES_MAX: usize = 16 << 20;
+pub(super) const REPLAY_KEY_BYTES_MAX: usize = 16 << 20;
 /// Bytes of values per unit of tokio's cooperative budget. A task yields after 128 units, here 128 KiB, which take
 /// about 50 microseconds to decode, or ten times as long if the kernel has to allocate memory.
 const UNIT_BYTES: usize = 1 << 10;
@@ -228,12 +228,6 @@ pub(super) fn bytes((columns, prev_kv): &PageRow) -> usize {
 pub(super) fn replay_rows(longest: i64) -> usize {
     let longest = usize::try_from(longest).unwrap_or(0).max(1);
     (REPLAY_KEY_BYTES_MAX / longest).clamp(1, REPLAY_ROWS_MAX)
-}
-
-/// Returns the maximum length of a key, in bytes, with which `rows` rows of a table may be read at a time. One row may always be
-/// read.
-pub(super) fn replayed_key_max(rows: usize) -> i64 {
-    if rows == 1 { i64::MAX } else { (REPLAY_KEY_BYTES_MAX / rows) as i64 }
 }
 
 /// Merges rows of the two tables. Each list is in order and has at most `limit` rows. A list of `limit` rows may be

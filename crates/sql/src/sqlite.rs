@@ -1,9 +1,9 @@
 //! The log in one SQLite file, owned by one Orlop process.
 //!
-//! Connections: one for writes, [`READERS_MAX`] for reads of the history, as many for reads of values ([`readers`]), one
-//! for checkpoints. The mode is WAL with
-//! `synchronous=FULL`, so a commit returns when the WAL is on disk. Other processes may read the database with SQL
-//! while Orlop runs. A lock on a separate file prevents a second Orlop process on the same database ([`lock`]).
+//! Connections: one for writes, [`READERS_MAX`] for reads of the history, as many for reads of values and for the start
+//! ([`readers`]), one for checkpoints. The mode is WAL with `synchronous=FULL`, so a commit returns when the WAL is on
+//! disk. Other processes may read the database with SQL while Orlop runs. A lock on a separate file prevents a second
+//! Orlop process on the same database ([`lock`]).
 //!
 //! Checkpoints ([`checkpoint`]) and the return of free pages to the file system ([`vacuum`]) run in the background,
 //! never as part of a write.
@@ -17,7 +17,6 @@ mod integrity;
 mod lease_times;
 mod load;
 mod lock;
-mod packed;
 mod read;
 mod readers;
 mod result_code;
@@ -96,7 +95,7 @@ pub struct SqliteLog {
     writer: Arc<Writer>,
     /// For reads of the history.
     readers: SqlitePool,
-    /// For reads of single rows.
+    /// For reads of single rows, and of all rows.
     values: Readers,
     /// Options for another connection for reads, outside the pool.
     options: SqliteConnectOptions,
@@ -311,7 +310,9 @@ impl History for SqliteLog {
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
-        let mut meta = read::replay(&mut *self.reader().await?, from, visit).await?;
+        // No other process writes during the start, so several reads return consistent rows.
+        let mut meta = self.meta().await?;
+        read::replay(&self.values, &meta, from, visit).await?;
         for lease in &mut meta.leases {
             lease.left_secs = self.lease_times.get(&lease.id).copied();
         }
@@ -339,12 +340,14 @@ impl Log for SqliteLog {
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let rows = rows.to_vec();
-        self.watched(self.values.run(move |connection| values::values(connection, &rows)).await)
+        let read = self.values.run(move |connection| values::values(connection, &rows).map_err(unreadable));
+        self.watched(read.await)
     }
 
     async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
         let rows = rows.to_vec();
-        self.watched(self.values.run(move |connection| values::value_lengths(connection, &rows)).await)
+        let read = self.values.run(move |connection| values::value_lengths(connection, &rows).map_err(unreadable));
+        self.watched(read.await)
     }
 
     async fn token_key(&self) -> Result<Vec<u8>> {

@@ -125,6 +125,11 @@ impl Table {
         self.leases.get(&id).is_some_and(|lease| lease.deadline <= now)
     }
 
+    /// Returns the TTL in seconds of a lease, which may have expired.
+    pub fn ttl_secs(&self, id: LeaseId) -> Option<i64> {
+        self.leases.get(&id).map(|lease| lease.ttl_secs)
+    }
+
     /// Returns all leases, including expired ones, with their TTLs in seconds.
     pub fn granted(&self) -> Vec<(LeaseId, i64)> {
         self.leases.iter().map(|(id, lease)| (*id, lease.ttl_secs)).collect()

@@ -25,7 +25,7 @@ use tracing::{info, warn};
 use super::{leases::lease_table, replay::replay, replication::AppliedTail, shared::Shared, tasks::until_stopped};
 use crate::{
     index::{Lease, TreeIndex},
-    log::{Error, Meta, Position, Result, SharedLog, WithPrev},
+    log::{Error, LeaseScope, Meta, Position, Result, SharedLog, WithPrev},
     types::{Change, ChangeKind, KeyRange, LeaseId, Revision, RowId},
 };
 
@@ -116,7 +116,7 @@ impl Shared {
     async fn catch_up_locked(&self) -> Result<()> {
         loop {
             let before = self.position();
-            let (position, meta) = self.read_position(before).await?;
+            let (position, state) = self.read_position(before).await?;
             if position.head < before.head {
                 return Err(Error::Diverged(format!(
                     "this instance had revision {}, the database ends at revision {}",
@@ -134,12 +134,12 @@ impl Shared {
                 self.compare_tail(position.head).await?;
                 self.replication.server.store(position.server, Ordering::Relaxed);
             }
-            if let Some(meta) = &meta {
+            if let Some((meta, scope)) = &state {
                 if let Some(compacted) = meta.compact_revision {
                     self.replication.recorded_compaction.fetch_max(compacted.0, Ordering::Relaxed);
                 }
                 let auth = if self.authority.is_at(meta.auth) { None } else { Some(self.log.auth().await?) };
-                self.update_leases(meta, auth);
+                self.update_leases(meta, scope, auth);
             }
             while self.index.read().head() < position.head {
                 if !self.read_page(position.head).await? {
@@ -160,15 +160,15 @@ impl Shared {
         }
     }
 
-    /// Reads the log's position, and the leases and the compact revision if they may have changed since `before`.
-    async fn read_position(&self, before: Position) -> Result<(Position, Option<Meta>)> {
+    /// Reads the log's position, and, if they may have changed since `before`, the leases and the other facts.
+    async fn read_position(&self, before: Position) -> Result<(Position, Option<(Meta, LeaseScope)>)> {
         let Some(log) = self.log.shared() else {
             let meta = self.log.meta().await?;
-            return Ok((Position { epoch: before.epoch, ..meta.position }, Some(meta)));
+            return Ok((Position { epoch: before.epoch, ..meta.position }, Some((meta, LeaseScope::All))));
         };
         let position = log.position().await?;
         let is_unchanged = position.epoch == before.epoch && position.server == before.server;
-        Ok((position, if is_unchanged { None } else { Some(self.log.meta().await?) }))
+        Ok((position, if is_unchanged { None } else { Some(log.meta_since(before).await?) }))
     }
 
     /// Applies the next page of changes up to `to`. Returns false if compaction has deleted some of them.

@@ -23,7 +23,7 @@ use crate::{
     auth::{AuthState, Caller},
     index::{Lease, TreeIndex},
     lease::{self, Expiring, Remaining, Renewal},
-    log::{self, LeaseChange, LoggedLease, Meta, Touch},
+    log::{self, LeaseChange, LeaseScope, LoggedLease, Meta, Touch},
     types::{KeyRange, LeaseId, Revision},
 };
 
@@ -211,7 +211,7 @@ impl Shared {
     }
 
     /// Updates the lease table and the alarms to the state in the log, and users and roles if they have changed.
-    pub(super) fn update_leases(&self, meta: &Meta, auth: Option<AuthState>) {
+    pub(super) fn update_leases(&self, meta: &Meta, scope: &LeaseScope, auth: Option<AuthState>) {
         let now = Instant::now();
         let mut leases = self.leases.lock();
         if self.log.shared().is_some() && meta.position.epoch < leases.epoch {
@@ -219,7 +219,11 @@ impl Shared {
             return;
         }
         let logged: HashMap<LeaseId, &LoggedLease> = meta.leases.iter().map(|lease| (lease.id, lease)).collect();
-        for (id, ttl_secs) in leases.granted() {
+        let known: Vec<(LeaseId, i64)> = match scope {
+            LeaseScope::All => leases.granted(),
+            LeaseScope::Changed(ids) => ids.iter().filter_map(|id| Some((*id, leases.ttl_secs(*id)?))).collect(),
+        };
+        for (id, ttl_secs) in known {
             // A different TTL means that the lease was revoked and its id granted again.
             if logged.get(&id).is_none_or(|logged| logged.ttl_secs != ttl_secs) {
                 leases.revoke(id);

@@ -18,14 +18,16 @@ use super::{
 use orlop_core::{
     auth::{AuthChange, AuthState},
     log::{
-        Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LoggedLease,
-        Member, Meta, Page, PastRow, Position, Touch, WithPrev,
+        Alarm, AlarmChange, Append, Appended, AuthMark, Cause, FactChange, HEARTBEAT_TIMEOUT, LeaseChange, LeaseScope,
+        LoggedLease, Member, Meta, Page, PastRow, Position, Touch, WithPrev,
     },
     types::{Change, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId},
 };
 
 /// Maximum time between two heartbeats that counts against leases. A longer time moves all deadlines by that time.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
+/// Number of epochs whose changes of leases are kept. An instance that is paused often lacks more.
+const EPOCHS_KEPT: i64 = 8;
 
 /// Probabilities per 1,000 calls.
 #[derive(Debug, Clone, Copy, Default)]
@@ -99,6 +101,8 @@ pub(super) struct Database {
     pub listeners: BTreeMap<u64, Option<watch::Sender<Revision>>>,
     rows: BTreeMap<RowId, Change>,
     leases: BTreeMap<LeaseId, Lease>,
+    /// The leases that the newest appends changed, by the epochs that these began.
+    lease_changes: BTreeMap<i64, Vec<LeaseId>>,
     alarms: BTreeMap<Alarm, Cause>,
     epoch: i64,
     purged: Revision,
@@ -120,6 +124,7 @@ impl Database {
             listeners: BTreeMap::new(),
             rows: BTreeMap::new(),
             leases: BTreeMap::new(),
+            lease_changes: BTreeMap::new(),
             alarms: BTreeMap::new(),
             epoch: 0,
             purged: Revision(0),
@@ -176,6 +181,10 @@ impl Database {
         self.epoch += i64::from(
             !append.leases.is_empty() || append.compact.is_some() || append.fact.is_some() || append.auth.is_some(),
         );
+        if !append.leases.is_empty() || append.compact.is_some() {
+            self.lease_changes.insert(self.epoch, append.leases.iter().map(changed_lease).collect());
+            self.lease_changes = self.lease_changes.split_off(&(self.epoch - EPOCHS_KEPT + 1));
+        }
         scheduler::note(self.truth.head.0.cast_unsigned());
         self.notify();
         if is_expected {
@@ -264,6 +273,19 @@ impl Database {
             auth: AuthMark::of(self.truth.auth.newest()),
             source: None,
         }
+    }
+
+    /// Returns the state with the leases that have changed since `known`, or with all leases if they are not known.
+    pub fn meta_since(&self, known: Position) -> (Meta, LeaseScope) {
+        let meta = self.meta();
+        let changes = self.lease_changes.range(known.epoch + 1..);
+        let recorded_from = meta.position.epoch - changes.clone().count() as i64;
+        if (recorded_from, meta.position.server) != (known.epoch, known.server) {
+            return (meta, LeaseScope::All);
+        }
+        let changed: Vec<LeaseId> = changes.flat_map(|(_, ids)| ids).copied().collect();
+        let leases = meta.leases.iter().filter(|lease| changed.contains(&lease.id)).copied().collect();
+        (Meta { leases, ..meta }, LeaseScope::Changed(changed))
     }
 
     /// Returns all rows, as a database stores them.
@@ -362,6 +384,12 @@ impl Database {
 
     pub fn leave(&mut self, member: u64, run: u64) {
         self.members.retain(|id, row| *id != member || row.run != run);
+    }
+}
+
+fn changed_lease(change: &LeaseChange) -> LeaseId {
+    match change {
+        LeaseChange::Grant { id, .. } | LeaseChange::Revoke { id } | LeaseChange::Expire { id } => *id,
     }
 }
 

@@ -18,8 +18,8 @@ use super::{
 use orlop_core::{
     auth::AuthState,
     log::{
-        Append, Appended, Connections, Error, History, Log, LoggedLease, Member, Meta, Page, Position, Precision,
-        Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
+        Append, Appended, Connections, Error, History, LeaseScope, Log, LoggedLease, Member, Meta, Page, Position,
+        Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -312,6 +312,11 @@ impl Log for SimulatedLog {
 impl SharedLog for SimulatedLog {
     async fn position(&self) -> Result<Position> {
         self.ask(|database| database.position()).await
+    }
+
+    async fn meta_since(&self, known: Position) -> Result<(Meta, LeaseScope)> {
+        let (meta, scope) = self.ask(|database| database.meta_since(known)).await?;
+        Ok((Meta { member_id: self.member.id, ..meta }, scope))
     }
 
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision> {

@@ -1,4 +1,4 @@
--- Users and roles, appends behind changes of other instances, the archive, and the saved index.
+-- Users and roles, appends behind changes of other instances, the record of changed leases, the archive, and the saved index.
 --
 -- Instances of the release 0.2.0, which knows only the first migration, go on while others run with this schema: the functions
 -- that they call have the same parameters and results as before.
@@ -54,6 +54,26 @@ INSERT INTO auth_token_key (key) VALUES (uuid_send(gen_random_uuid()) || uuid_se
 -- expression, because a call would take 3 µs.
 CREATE OR REPLACE FUNCTION orlop_server() RETURNS bigint LANGUAGE sql AS $$
     SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint # ('kv_log'::regclass::oid::bigint << 20)
+$$;
+
+-- Which leases the newest appends changed. An instance that catches up reads these leases, instead of all, if each epoch
+-- that it has not applied has a row. An epoch of an alarm, of users and roles, or of a restore has none.
+CREATE TABLE lease_change (
+    epoch  bigint   PRIMARY KEY,               -- the one that the append began
+    leases bigint[] NOT NULL                   -- leases that it granted or ended; empty for a compaction
+);
+
+-- Records which leases an append changed. At least the last 10,000 epochs are kept.
+CREATE FUNCTION orlop_note_leases(new_epoch bigint, changed bigint[]) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    -- A row of this epoch may be left if older facts were restored by hand.
+    INSERT INTO lease_change (epoch, leases) VALUES (new_epoch, changed)
+    ON CONFLICT (epoch) DO UPDATE SET leases = excluded.leases;
+    -- Seldom, because each deletion first passes the index entries of rows that were deleted and not yet vacuumed.
+    IF new_epoch % 1000 = 0 THEN
+        DELETE FROM lease_change WHERE epoch <= new_epoch - 10000;
+    END IF;
+END
 $$;
 
 -- Compare-and-append. Adds everything and returns true if the log is at the expected position. Otherwise it adds nothing
@@ -117,6 +137,7 @@ BEGIN
             ON CONFLICT (name) DO UPDATE SET value = greatest(m.value, excluded.value);
         END IF;
         UPDATE meta m SET value = m.value + 1 WHERE m.name = 'epoch';
+        PERFORM orlop_note_leases(expected_epoch + 1, revokes || expires || grants);
     END IF;
     -- A notification costs a lone append a fifth of its time and more. An append during which an instance joins does not
     -- notify that instance, which polls too.
@@ -262,6 +283,7 @@ BEGIN
             ON CONFLICT (name) DO UPDATE SET value = greatest(m.value, excluded.value);
         END IF;
         UPDATE meta m SET value = m.value + 1 WHERE m.name = 'epoch';
+        PERFORM orlop_note_leases(expected_epoch + 1, revokes || expires || grants);
     END IF;
     -- A notification costs a lone append a fifth of its time and more. An append during which an instance joins does not
     -- notify that instance, which polls too.

@@ -13,7 +13,7 @@ use crate::rows::{
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Meta, Page, Result, WithPrev},
+    log::{Meta, Page, Position, Result, WithPrev},
     types::{Change, EncodedKv, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
@@ -22,14 +22,51 @@ const ROW_UNITS: usize = 4;
 /// Maximum number of rows in one statement of [`orlop_core::log::Log::values`]: it keeps reads short.
 const VALUES_ROWS_MAX: usize = 2_000;
 
-/// Implements [`orlop_core::log::History::meta`], except for the member ID.
-pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
-    const META: &str = "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
+/// Reads rows of [`MetaRow`] with all leases, to which a condition can be added.
+macro_rules! meta_sql {
+    () => {
+        "SELECT 'position', '', (SELECT coalesce(max(id), 1) FROM kv_log), \
             (SELECT value FROM meta WHERE name = 'epoch'), orlop_server(), NULL::float8 \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
-        UNION ALL SELECT 'lease', '', id, ttl, 0, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease";
-    let rows: Vec<MetaRow> = sqlx::query_as(META).fetch_all(connection).await?;
+        UNION ALL SELECT 'lease', '', id, ttl, 0, extract(epoch FROM deadline - clock_timestamp())::float8 FROM lease"
+    };
+}
+
+/// Implements [`orlop_core::log::History::meta`], except for the member ID.
+pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
+    let rows: Vec<MetaRow> = sqlx::query_as(meta_sql!()).fetch_all(connection).await?;
     rows::meta(&rows).map_err(in_row)
+}
+
+/// Returns the state of the log with the leases that have changed since `known`, and the ids of all that have changed. `None`
+/// if an epoch since then has no row, or if another server answers.
+pub(super) async fn meta_since(
+    connection: &mut PgConnection,
+    known: Position,
+) -> sqlx::Result<Option<(Meta, Vec<LeaseId>)>> {
+    // With both bounds, and with an array, the planner expects few rows and uses the indexes, also without statistics.
+    const META_SINCE: &str = concat!(
+        "WITH recent AS (SELECT leases FROM lease_change \
+            WHERE epoch BETWEEN $1 + 1 AND (SELECT value FROM meta WHERE name = 'epoch')) ",
+        meta_sql!(),
+        " WHERE id = ANY (ARRAY(SELECT unnest(leases) FROM recent)) \
+        UNION ALL SELECT 'epochs', '', count(*), 0, 0, NULL FROM recent \
+        UNION ALL SELECT 'changed', '', unnest(leases), 0, 0, NULL FROM recent"
+    );
+    let mut rows: Vec<MetaRow> = sqlx::query_as(META_SINCE).bind(known.epoch).fetch_all(connection).await?;
+    let (mut epochs, mut changed) = (0, Vec::new());
+    rows.retain(|(kind, _, a, ..)| {
+        match kind.as_str() {
+            "epochs" => epochs = *a,
+            "changed" => changed.push(LeaseId(*a)),
+            _ => return true,
+        }
+        false
+    });
+    let meta = rows::meta(&rows).map_err(in_row)?;
+    let position = meta.position;
+    let is_complete = position.server == known.server && position.epoch == known.epoch + epochs;
+    Ok(is_complete.then_some((meta, changed)))
 }
 
 /// Implements [`orlop_core::log::History::auth`].

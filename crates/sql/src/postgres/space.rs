@@ -34,8 +34,8 @@ const IN_USE: &str = "SELECT ( \
 /// A table that the role may not vacuum, its owner, and the role. Postgres skips such a table with a warning.
 const NOT_PERMITTED: &str = "SELECT c.relname::text, pg_get_userbyid(c.relowner)::text, current_user::text \
     FROM pg_class c JOIN pg_database d ON d.datname = current_database() \
-    WHERE c.oid IN ('kv_log'::regclass, 'kv_log_more'::regclass, 'lease'::regclass, 'meta'::regclass, \
-            'saved_index'::regclass) \
+    WHERE c.oid IN ('kv_log'::regclass, 'kv_log_more'::regclass, 'lease'::regclass, 'lease_change'::regclass, \
+            'meta'::regclass, 'saved_index'::regclass) \
         AND NOT pg_has_role(c.relowner, 'USAGE') AND NOT pg_has_role(d.datdba, 'USAGE') \
         AND CASE WHEN current_setting('server_version_num')::int >= 170000 \
             THEN NOT has_table_privilege(c.oid, 'MAINTAIN') ELSE true END \
@@ -76,7 +76,8 @@ pub(super) async fn vacuum(database: &Database) -> Result<()> {
             "the role {role} may not vacuum the table {table}, whose owner is {owner}"
         )));
     }
-    let vacuum = sqlx::query("VACUUM kv_log, kv_log_more, lease, meta, saved_index").execute(&mut connection);
+    let vacuum =
+        sqlx::query("VACUUM kv_log, kv_log_more, lease, lease_change, meta, saved_index").execute(&mut connection);
     let vacuum = tokio::select! {
         vacuum = database.unless_superseded(generation, vacuum) => vacuum.map(drop),
         () = lost(database, process) => Err(sqlx::Error::Io(ErrorKind::ConnectionReset.into())),

@@ -1,22 +1,21 @@
 //! Reads the history: rows in the order of revisions.
 
-use std::{pin::pin, task::Poll};
+use std::mem;
 
-use futures_util::{TryStreamExt as _, poll};
-use sqlx::{SqliteConnection, sqlite::SqliteRow};
+use futures_util::TryStreamExt as _;
+use rusqlite::{Connection, Row};
+use sqlx::SqliteConnection;
+use tokio::sync::mpsc;
 
-use super::{
-    integrity::unreadable,
-    packed::{self, packed_columns},
-};
+use super::{integrity::unreadable, readers::Readers};
 use crate::auth::{self, AuthRow};
 use crate::rows::{
     self, LogRow as _, MetaRow, NEXT_ID, PAGE_BYTES_MAX, PAGE_IDS_MAX, PAGE_ROWS_MAX, PageBuilder, PageRow,
-    REPLAY_ROWS_MAX, RowColumns, SqlRange, merge,
+    REPLAY_KEY_BYTES_MAX, REPLAY_ROWS_MAX, RowColumns, SqlRange, row_id,
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Meta, Page, Result, Size, Visit, WithPrev},
+    log::{Error, Meta, Page, Result, Size, Visit, WithPrev},
     types::{Change, KeyRange, Revision, RowId},
 };
 
@@ -35,25 +34,108 @@ pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState>
     auth::state(rows)
 }
 
-/// Implements [`orlop_core::log::History::replay`].
-pub(super) async fn replay(connection: &mut SqliteConnection, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
-    // No other process writes during the start, so several reads return consistent rows.
+/// The rows of both tables from a revision on, in order and without values. SQLite merges the tables while it reads them; a
+/// read of the view `kv_events` would sort all rows.
+const ROWS: &str = "SELECT id, 0 AS sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
+    FROM kv_log WHERE id >= ?1 \
+    UNION ALL SELECT id, sub, key, NULL, lease, version, create_revision, prev_revision, deleted \
+    FROM kv_log_more WHERE id >= ?1 ORDER BY id, sub";
+
+/// Visits the rows of a log from revision `from` on. A thread reads the next rows while others are visited.
+pub(super) async fn replay(readers: &Readers, meta: &Meta, from: Revision, visit: &mut Visit<'_>) -> Result<()> {
+    let (parts, mut unvisited) = mpsc::channel(1);
+    let reading = readers.run(move |connection| send_rows(connection, from, &parts));
+    // It owns the receiver, so the thread does not wait for a visitor that has failed.
+    let visiting = async move {
+        while let Some(part) = unvisited.recv().await {
+            visit(meta, part)?;
+        }
+        Ok::<_, Error>(())
+    };
+    let (read, visited) = tokio::join!(reading, visiting);
+    visited.and(read)
+}
+
+/// Sends the rows from revision `from` on, until the receiver is dropped.
+fn send_rows(connection: &Connection, from: Revision, parts: &mpsc::Sender<Vec<Change>>) -> Result<()> {
+    let mut statement = connection.prepare(ROWS).map_err(unreadable)?;
+    let mut rows = statement.query([from.0]).map_err(unreadable)?;
+    let mut part = Part::default();
+    while let Some(row) = rows.next().map_err(unreadable)? {
+        if let Some(full) = part.add(columns(row)?)?
+            && parts.blocking_send(full).is_err()
+        {
+            return Ok(());
+        }
+    }
+    let _ = parts.blocking_send(part.changes);
+    Ok(())
+}
+
+/// Reads a row of [`ROWS`].
+fn columns(row: &Row<'_>) -> Result<RowColumns> {
+    let corrupt = |error: rusqlite::Error| Error::Corrupt(error.to_string());
+    let int = |column: usize| row.get::<_, i64>(column).map_err(corrupt);
+    Ok(RowColumns {
+        row: row_id(int(0)?, int(1)?)?,
+        key: row.get_ref(2).and_then(|key| Ok(key.as_blob()?.to_vec())).map_err(corrupt)?,
+        value: Vec::new(),
+        lease: int(4)?,
+        version: int(5)?,
+        create_revision: int(6)?,
+        prev_revision: int(7)?,
+        deleted: int(8)? != 0,
+    })
+}
+
+/// Visits the rows of a view from revision `from` on. Slower than [`replay`], because sqlx passes each row separately from
+/// SQLite's thread; only commands use it.
+pub(super) async fn replay_view(
+    connection: &mut SqliteConnection,
+    from: Revision,
+    visit: &mut Visit<'_>,
+) -> Result<Meta> {
     let meta = meta(&mut *connection).await?;
-    let mut packed = packed_rows(&mut *connection, RowId::new(from, 0), REPLAY_ROWS_MAX).await?;
-    loop {
-        // The keys of neighboring rows are often as long.
-        let rows_max = rows::replay_rows(packed.longest);
-        let changes = unpacked(packed)?;
-        let Some(last) = changes.last() else { return Ok(meta) };
-        let next = last.row.next();
-        // SQLite's thread reads the next rows while these are visited. Both take about the same time.
-        let mut reading = pin!(packed_rows(&mut *connection, next, rows_max));
-        let read = poll!(reading.as_mut());
-        visit(&meta, changes)?;
-        packed = match read {
-            Poll::Ready(read) => read?,
-            Poll::Pending => reading.await?,
-        };
+    let mut rows = sqlx::query(ROWS).bind(from.0).fetch(connection);
+    let mut part = Part::default();
+    while let Some(row) = rows.try_next().await.map_err(unreadable)? {
+        if let Some(full) = part.add(RowColumns::read(&row, 0)?)? {
+            visit(&meta, full)?;
+        }
+    }
+    visit(&meta, part.changes)?;
+    Ok(meta)
+}
+
+/// Rows for one call of a visitor.
+#[derive(Default)]
+struct Part {
+    changes: Vec<Change>,
+    bytes: usize,
+    /// The last row, of this part or the one before.
+    last: Option<RowId>,
+}
+
+impl Part {
+    /// Adds a row. Returns the rows before it if they are as many as a part may contain.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Corrupt`] if the row is before the last one: SQLite relies on the order in a damaged file.
+    fn add(&mut self, row: RowColumns) -> Result<Option<Vec<Change>>> {
+        let RowId { revision, sub } = row.row;
+        if self.last.replace(row.row) > Some(row.row) {
+            return Err(Error::Corrupt(format!("row id={revision} sub={sub} is out of order")));
+        }
+        let is_long = !self.changes.is_empty() && self.bytes + row.len() > REPLAY_KEY_BYTES_MAX;
+        let mut full = None;
+        if is_long || self.changes.len() >= REPLAY_ROWS_MAX {
+            full = Some(mem::take(&mut self.changes));
+            self.bytes = 0;
+        }
+        self.bytes += row.len();
+        self.changes.push(row.into_change(None));
+        Ok(full)
     }
 }
 
@@ -131,7 +213,7 @@ async fn page_rows(
     Ok(found)
 }
 
-/// Returns how many rows of each table are read at a time, from a row on.
+/// Returns how many rows of each table a check reads at a time, from a row on.
 pub(super) async fn replay_rows(connection: &mut SqliteConnection, (id, sub): (i64, i64)) -> sqlx::Result<usize> {
     // The length of a key is read without the key.
     const LONGEST: &str = "SELECT max( \
@@ -140,57 +222,6 @@ pub(super) async fn replay_rows(connection: &mut SqliteConnection, (id, sub): (i
         (SELECT length(key) AS n FROM kv_log_more WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3)))";
     let longest = sqlx::query_scalar(LONGEST).bind(id).bind(sub).bind(REPLAY_ROWS_MAX as i64);
     Ok(rows::replay_rows(longest.fetch_one(connection).await?))
-}
-
-/// Rows of both tables, packed and without values.
-struct Packed {
-    tables: [SqliteRow; 2],
-    /// The maximum number of rows of each table.
-    rows_max: usize,
-    /// The length of the longest key.
-    longest: i64,
-}
-
-/// Reads rows from `from` on: of each table as many as their longest key permits, but at most `rows_max`.
-async fn packed_rows(connection: &mut SqliteConnection, from: RowId, mut rows_max: usize) -> Result<Packed> {
-    const FIRST: &str = concat!(
-        "SELECT ",
-        packed_columns!("0"),
-        " FROM (SELECT id, key, lease, version, create_revision, prev_revision, deleted FROM kv_log \
-         WHERE (id, 0) >= (?1, ?2) ORDER BY id LIMIT ?3)"
-    );
-    const MORE: &str = concat!(
-        "SELECT ",
-        packed_columns!("sub"),
-        " FROM (SELECT id, sub, key, lease, version, create_revision, prev_revision, deleted FROM kv_log_more \
-         WHERE (id, sub) >= (?1, ?2) ORDER BY id, sub LIMIT ?3)"
-    );
-    let mut read = async |sql, rows_max: usize| {
-        let query = sqlx::query(sql).bind(from.revision.0).bind(i64::from(from.sub)).bind(rows_max as i64);
-        query.bind(rows::replayed_key_max(rows_max)).fetch_one(&mut *connection).await.map_err(unreadable)
-    };
-    loop {
-        let tables = [read(FIRST, rows_max).await?, read(MORE, rows_max).await?];
-        let longest = tables[0].int(2)?.max(tables[1].int(2)?);
-        if longest <= rows::replayed_key_max(rows_max) {
-            return Ok(Packed { tables, rows_max, longest });
-        }
-        rows_max = rows::replay_rows(longest);
-    }
-}
-
-/// Unpacks the rows of both tables and returns them in order.
-fn unpacked(packed: Packed) -> Result<Vec<Change>> {
-    let mut tables = [Vec::new(), Vec::new()];
-    for (packed, changes) in packed.tables.iter().zip(&mut tables) {
-        for row in packed::rows(packed)? {
-            changes.push(RowColumns::from(row?).into_change(None));
-        }
-        // SQLite currently keeps the order of the subquery in an aggregate, but does not guarantee it.
-        changes.sort_by_key(|change| change.row);
-    }
-    let [first, more] = tables;
-    Ok(merge(first, more, packed.rows_max, |change| change.row))
 }
 
 /// The two tables of rows.

@@ -1,7 +1,7 @@
-//! The connections for reads of values.
+//! The connections for reads of values, and of all rows at a start.
 //!
-//! They are rusqlite's: a statement is stepped for each row, and pairs are built from SQLite's memory, without a copy or a
-//! change of threads in between (docs/adr/0013).
+//! They are rusqlite's: a statement is stepped for each row, and pairs and changes are built from SQLite's memory, without a
+//! copy or a change of threads in between (docs/adr/0013).
 
 use std::sync::Arc;
 
@@ -34,7 +34,8 @@ impl Readers {
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`], or [`Error::Corrupt`] if the file is damaged.
+    /// [`Error::Unavailable`] if no connection can be opened, [`Error::Corrupt`] if the file is damaged, and the errors of
+    /// `read`.
     ///
     /// # Cancel safety
     ///
@@ -42,7 +43,7 @@ impl Readers {
     pub(super) async fn run<T, W>(&self, read: W) -> Result<T>
     where
         T: Send + 'static,
-        W: FnOnce(&Connection) -> rusqlite::Result<T> + Send + 'static,
+        W: FnOnce(&Connection) -> Result<T> + Send + 'static,
     {
         let permit = Arc::clone(&self.permits).acquire_owned().await;
         let permit = permit.map_err(|_| Error::Unavailable("the database is closed".to_owned()))?;
@@ -53,9 +54,9 @@ impl Readers {
             let read = read(&connection);
             idle.lock().push(connection);
             drop(permit);
-            read
+            Ok::<_, rusqlite::Error>(read)
         };
-        blocking(work).await.map_err(unreadable)
+        blocking(work).await.map_err(unreadable)?
     }
 
     pub(super) fn connections(&self) -> Connections {

@@ -174,7 +174,7 @@ impl History for SqliteView {
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
-        read::replay(&mut *self.connection.lock().await, from, visit).await
+        read::replay_view(&mut *self.connection.lock().await, from, visit).await
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {

@@ -1,7 +1,7 @@
 //! The connection for writes to the log, used by one caller at a time.
 //!
 //! It is one of rusqlite, which binds values without copying them twice and steps a prepared statement for each row
-//! (docs/adr/0013). Those that read single values ([`super::readers`]) and that fill a new file ([`super::load`]) are
+//! (docs/adr/0013). Those that read values and all rows ([`super::readers`]) and that fill a new file ([`super::load`]) are
 //! also rusqlite's, all others sqlx's.
 //!
 //! After a failure the next caller opens a new connection. On some errors, for example of the disk, SQLite rolls the
