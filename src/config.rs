@@ -9,6 +9,7 @@ mod endpoint;
 mod etcd_only;
 mod file;
 mod flags;
+mod host_name;
 mod origin;
 mod tls;
 mod values;
@@ -26,6 +27,7 @@ pub use self::{
         IgnoredFlags, deprecated_flags, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values,
     },
     flags::{DatastoreFlags, Flags},
+    host_name::HostName,
     origin::Origin,
     values::{
         AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
@@ -64,7 +66,7 @@ pub struct Settings {
     /// Addresses of the web page. Empty: none.
     pub console_listen_url: Urls,
     /// Names under which browsers may request the page, in addition to its addresses.
-    pub console_allowed_hosts: List<String>,
+    pub console_allowed_hosts: List<HostName>,
     /// Origins whose pages may read responses of HTTP. Empty: all.
     pub cors: List<Origin>,
     /// Hosts of requests of HTTP without TLS. Empty or with `*`: all.

@@ -6,7 +6,7 @@
 //!
 //! - [`command`]: `orlop console`; [`server`]: the state and the routes; [`embedded`]: the page in the server
 //! - [`guard`]: checks of `Host` and `Origin`, and the headers of responses; [`session`]: log in, cookies, tokens against
-//!   cross-site requests; [`limits`]: how many log-ins and long values are processed at the same time
+//!   cross-site requests; [`limits`]: how many log-ins and large pages there are at the same time
 //! - [`backend`]: what the pages need from a server; [`figures`]: rates while somebody looks; [`events`]: a watch as
 //!   Server-Sent Events
 //! - [`query`]: keys, which are any bytes, in URLs; [`treemap`], [`chart`]: SVG
@@ -14,7 +14,8 @@
 //!
 //! A page works without its script, which only refreshes parts of it. Nothing runs while nobody looks.
 //!
-//! Known limits: a key of more than about 5,000 bytes does not fit into a URL. Sessions are lost at a restart.
+//! Known limits: a key of more than 5,000 bytes does not fit into a URL, so it has no page. Sessions are lost at a restart.
+//! Behind a proxy with TLS, cookies have no `Secure`: any client could claim TLS in `X-Forwarded-Proto`.
 
 mod backend;
 mod chart;

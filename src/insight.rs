@@ -12,6 +12,7 @@ mod figures;
 mod parts;
 mod source;
 
+pub(crate) use self::source::server_state;
 pub use self::{
     counters::{Calls, Counters, Histogram},
     figures::{Figures, Operation, Rates},
@@ -21,4 +22,3 @@ pub use self::{
     },
     source::{BEING_COLLECTED, SizesReader, Source, Wanted},
 };
-pub(crate) use self::source::server_state;

@@ -62,7 +62,7 @@ const RESTORE_INTERVAL: Duration = Duration::from_millis(250);
 const STILL_FENCED: &str = "; the source still refuses writes: start the server again, or, if no client has written to \
     the copy, run `etcdctl alarm disarm` at the source";
 
-/// Tells the operator what remains at the source when this process ends without clearing its alarm.
+/// Warning of a process that ends without clearing the alarm of its source.
 pub const ALARM_REMAINS: &str = "the source may still refuse writes: run `etcdctl alarm disarm` at the source";
 
 /// When a migration ends.
@@ -182,7 +182,7 @@ pub async fn run(
     }
     migration.progress.say(&format!("cut over at revision {head}: from now on {} is written", datastore.name()));
     let after_failure = if migration.is_fenced { STILL_FENCED } else { "" };
-    // From now on it must stay.
+    // The alarm must stay: clients may write to the copy from now on.
     migration.alarmed.lock().clear();
     drop(migration);
     let leases = leases.into_keys().collect();

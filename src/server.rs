@@ -291,7 +291,7 @@ impl Listeners {
         let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
         let services = services.clone().with(http::console_routes(services.routes(), endpoints));
         let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
-        let settings = connections(settings, ConnectionLimit::for_probes(), endpoints.store.steps());
+        let settings = connections(settings, ConnectionLimit::for_pages(), endpoints.store.steps());
         page.serve(listeners, &settings, stopping, servers)
     }
 

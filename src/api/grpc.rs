@@ -1,4 +1,5 @@
 //! The gRPC layer: routes, counts and limits all calls, decodes the requests of the KV service and sends its responses.
+//! Two methods of the Lease service with long responses use the same code.
 //!
 //! For KV it replaces tonic's generated service, which copies each request into a buffer, copies each response into a
 //! buffer that doubles as it grows, and boxes every body several times. KV calls take tens of microseconds, and this

@@ -21,7 +21,7 @@ use super::{
     Context, Responses, convert,
     grpc::{
         field_limits::LimitedFields,
-        response_body::IntoSegments,
+        response_body::{IntoSegments, ResponseBody},
         unary::{self, RequestBody, Response},
     },
     status::{Invalid, from_store, unknown_method},
@@ -65,10 +65,10 @@ impl KvService {
             let outcome = async {
                 let (head, body) = request.into_parts();
                 let caller = context.authenticator.caller(&context.store, &head.headers, &head.extensions).await;
-                let message = unary::request(body, &context.settings).await?;
+                let message = unary::request(body, &context.settings, context.settings.max_message_bytes()).await?;
                 respond(context, caller, message).await
             };
-            unary::respond(outcome.await)
+            unary::respond(outcome.await.and_then(ResponseBody::new))
         })
     }
 }

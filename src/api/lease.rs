@@ -1,21 +1,93 @@
 //! The Lease service.
 
-use std::sync::Arc;
+use std::{
+    convert::Infallible,
+    sync::Arc,
+    task::{self, Poll},
+};
 
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{
+    Request, Response, Status, Streaming,
+    body::Body,
+    codegen::{BoxFuture, Service},
+    metadata::MetadataMap,
+    server::NamedService,
+};
 
-use super::{Context, Responses, status::from_store};
+use super::{
+    Context, Responses,
+    grpc::{field_limits::LimitedFields, response_body::ResponseBody, unary},
+    status::from_store,
+};
 use crate::auth::Credentials;
 use orlop_core::{
     overload::PacedStream,
     store::{self, request::LeaseKeys},
     types::LeaseId,
 };
-use orlop_wire::proto::server::etcdserverpb::{self as pb, lease_server::Lease};
+use orlop_wire::proto::server::etcdserverpb::{
+    self as pb,
+    lease_server::{Lease, LeaseServer},
+};
 
 /// Maximum number of concurrent keep-alives of one stream. On Postgres one commit renews all of them.
 const KEEP_ALIVES_AT_ONCE: usize = 16;
+
+/// The Lease service. tonic's service has the methods; responses with many keys or leases are sent like those of KV, in
+/// chunks without a copy, and count in the memory of reads.
+#[derive(Clone)]
+pub(super) struct LeaseService {
+    context: Arc<Context>,
+    others: LeaseServer<Context>,
+}
+
+impl LeaseService {
+    pub(super) fn new(context: Arc<Context>) -> Self {
+        let message_bytes_max = context.settings.small_message_bytes();
+        let others = LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes_max);
+        Self { context, others }
+    }
+}
+
+impl NamedService for LeaseService {
+    const NAME: &'static str = "etcdserverpb.Lease";
+}
+
+impl Service<http::Request<Body>> for LeaseService {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, _: &mut task::Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let context = Arc::clone(&self.context);
+        match request.uri().path() {
+            "/etcdserverpb.Lease/LeaseTimeToLive" => Box::pin(async move {
+                let outcome = async { context.lease_time_to_live(context.short_request(request).await?).await };
+                unary::respond(outcome.await.and_then(|response| ResponseBody::new(response.into_inner())))
+            }),
+            "/etcdserverpb.Lease/LeaseLeases" => Box::pin(async move {
+                let outcome = async { context.lease_leases(context.short_request(request).await?).await };
+                let body = outcome.await.and_then(|response| ResponseBody::new(response.into_inner()));
+                unary::respond(body.map(|body| body.counted(context.store.read_memory())))
+            }),
+            _ => self.others.call(request),
+        }
+    }
+}
+
+impl Context {
+    /// Reads the request of a unary call whose message has no keys and values.
+    async fn short_request<M: LimitedFields>(&self, request: http::Request<Body>) -> Result<Request<M>, Status> {
+        let (head, body) = request.into_parts();
+        let message = unary::request(body, &self.settings, self.settings.small_message_bytes()).await?;
+        Ok(Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, message))
+    }
+}
 
 #[tonic::async_trait]
 impl Lease for Context {
@@ -87,11 +159,7 @@ impl Lease for Context {
                 id: request.id,
                 ttl: lease.left_secs,
                 granted_ttl: lease.granted_secs,
-                keys: if request.keys {
-                    lease.keys.iter().map(|key| bytes::Bytes::copy_from_slice(key)).collect()
-                } else {
-                    Vec::new()
-                },
+                keys: lease.keys,
             },
             None => pb::LeaseTimeToLiveResponse { header, id: request.id, ttl: -1, ..Default::default() },
         };

@@ -5,12 +5,13 @@
 //! `elect`) uses the same keys and therefore the same queues. The services that use this module return every error as
 //! Unknown with etcd's text, as etcd does.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use prost::Message as _;
-use tonic::Status;
+use tokio::time::sleep;
+use tonic::{Code, Status};
 use tracing::warn;
 
 use super::{
@@ -34,6 +35,8 @@ use orlop_wire::proto::server::{
 
 /// TTL in seconds of a lease that the server grants to a caller without one. It is not renewed.
 const SERVER_LEASE_TTL_SECS: i64 = 60;
+/// Pause before the server tries again to remove an entry.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Changes the code of an error to Unknown. A server that stops stays Unavailable, so that the client tries again.
 pub(super) fn to_unknown(status: Status) -> Status {
@@ -151,19 +154,34 @@ impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         let Some((context, entry)) = self.entry.take() else { return };
         tokio::spawn(async move {
-            match catch_panics(remove_entry(&context, &Caller::Server, &entry.key, entry.create_revision)).await {
-                Ok(Ok(_)) => {}
-                Ok(Err(status)) => {
-                    warn!(
-                        error = status.message(),
-                        "cannot remove the entry of a cancelled call from its queue; it remains until its lease expires"
-                    );
-                }
-                Err(panic) => {
-                    log_request_panic(&context.store.metrics().rpc.panics, "removing an entry of a queue", &panic)
-                }
+            if let Err(panic) = catch_panics(remove_with_retries(&context, &entry)).await {
+                log_request_panic(&context.store.metrics().rpc.panics, "removing an entry of a queue", &panic);
             }
         });
+    }
+}
+
+/// Removes an entry. While the database is unavailable or the queue of writes is full, it tries again: an entry that
+/// remains blocks its queue as long as its client keeps the lease alive.
+async fn remove_with_retries(context: &Arc<Context>, entry: &Entry) {
+    let (server, mut stopping) = (Caller::Server, context.stopping.clone());
+    let remove = || remove_entry(context, &server, &entry.key, entry.create_revision);
+    let mut removed = remove().await;
+    if let Err(status) = &removed {
+        warn!(
+            error = status.message(),
+            "cannot remove the entry of a cancelled call from its queue; it remains until another attempt succeeds or its \
+             lease expires"
+        );
+    }
+    while let Err(status) = &removed
+        && matches!(status.code(), Code::ResourceExhausted | Code::Unavailable)
+    {
+        tokio::select! {
+            () = sleep(RETRY_PAUSE) => {}
+            _ = stopping.wait_for(|stopping| *stopping) => return,
+        }
+        removed = remove().await;
     }
 }
 
@@ -265,7 +283,7 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// If the event was compacted, or the server is stopping.
+    /// If the event was compacted, the watch is refused because all watches use too much memory, or the server is stopping.
     pub(super) async fn next(&mut self) -> Result<Event, Status> {
         let mut stopping = self.context.stopping.clone();
         loop {
@@ -276,7 +294,8 @@ impl Watch {
                 message = self.messages.next() => match message {
                     Some(Ok(Message::Events { events, .. })) => self.events = decode_events(&events)?.into_iter(),
                     Some(Ok(Message::Compacted { .. })) => return Err(from_store(store::Error::Compacted)),
-                    Some(Ok(_)) => {}
+                    Some(Ok(Message::Refused { .. })) => return Err(from_store(store::Error::TooManyRequests)),
+                    Some(Ok(Message::Created { .. } | Message::Canceled { .. } | Message::Progress { .. })) => {}
                     Some(Err(_)) | None => return Err(from_store(store::Error::Stopped)),
                 },
                 () = self.outbox.notified() => self.session.handle_notifications(),

@@ -9,7 +9,7 @@ const SERVER_STOPPED: &str = "etcdserver: server stopped";
 /// The text for [`store::Error::Compacted`].
 pub(super) const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
 
-/// An error of a service that the store does not know: etcd's code and text.
+/// An error that a service returns without asking the store: etcd's code and text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refusal(Code, &'static str);
 

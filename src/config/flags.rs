@@ -23,8 +23,8 @@ use figment::{
 use serde::Serialize;
 
 use super::{
-    AuthToken, AutoCompactionMode, CipherSuite, FileMode, Interval, List, LogFormat, MetricsDetail, Origin, Secret,
-    TlsVersion, Urls,
+    AuthToken, AutoCompactionMode, CipherSuite, FileMode, HostName, Interval, List, LogFormat, MetricsDetail, Origin,
+    Secret, TlsVersion, Urls,
     etcd_only::ignored_flag_definitions,
     values::{parse_bytes, parse_switch},
 };
@@ -85,9 +85,10 @@ pub struct Flags {
     #[arg(help_heading = ADDRESSES, long, value_name = "URLS")]
     console_listen_url: Option<Urls>,
 
-    /// Names under which browsers may request the web page, in addition to localhost and its address, separated by commas
+    /// Names, without ports, under which browsers may request the web page, in addition to localhost and its address,
+    /// separated by commas
     #[arg(help_heading = ADDRESSES, long, value_name = "HOSTS")]
-    console_allowed_hosts: Option<List<String>>,
+    console_allowed_hosts: Option<List<HostName>>,
 
     /// Origins whose pages may read responses of HTTP, separated by commas, such as http://HOST:PORT [default: *, all]
     #[arg(help_heading = ADDRESSES, long, value_name = "ORIGINS")]

@@ -219,7 +219,7 @@ impl FromStr for ListenUrl {
                 let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
                 if host.contains(':') && !host.starts_with('[') {
                     return Err(format!(
-                        "{text:?} has an IPv6 address without brackets; use {scheme}://[ADDRESS]:PORT"
+                        "the host of {text:?} contains a colon; an IPv6 address needs brackets: {scheme}://[ADDRESS]:PORT"
                     ));
                 }
                 match port.parse::<u16>() {

@@ -4,10 +4,12 @@
 //! each segment is skipped; and no history, so the versions of a key are read one by one, back to its creation or the
 //! compact revision.
 
+mod failure;
+
 use std::{future::Future, sync::Arc, time::Duration};
 
 use http::HeaderValue;
-use orlop_client::{Client, Endpoint, Error, ServerFlags, describe};
+use orlop_client::{Client, Endpoint, ServerFlags};
 use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{
@@ -24,6 +26,8 @@ use tokio::{io::DuplexStream, sync::Mutex, time::timeout};
 use tokio_stream::StreamExt as _;
 use tonic::{Code, Status, Streaming};
 
+pub(super) use self::failure::Failure;
+
 /// Maximum time of a request to the server.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
 /// Bytes that the pipe to a server in the same process buffers.
@@ -31,69 +35,8 @@ const PIPE_BYTES: usize = 64 << 10;
 /// Keys per request of a listing, and the maximum number of requests for one page of names, for etcd.
 const LISTED_KEYS: i64 = 200;
 const LISTINGS_MAX: usize = 60;
-
-/// Why a page cannot be shown.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Failure {
-    /// The user has to log in, for the first time or again.
-    LoggedOut,
-    /// The user's rights do not suffice; the server's text.
-    Denied(String),
-    /// The request is not valid.
-    Invalid(String),
-    /// The server does not answer.
-    Unavailable(String),
-    /// What was requested does not exist, or not any more.
-    Missing(String),
-    /// The form is not from a page of this process, or the session has changed.
-    Forged,
-    /// Too many event streams are open.
-    TooMany,
-}
-
-/// etcd's answers to a request without a user, to one with an invalid token, and to one with a token of before a change of
-/// the users.
-const NOT_LOGGED_IN: [&str; 3] = ["user name is empty", "invalid auth token", "revision of auth store is old"];
-
-impl Failure {
-    /// Returns the failure of a part of the figures, from the text that [`describe`] has made of its status.
-    pub fn of_part(reason: String) -> Self {
-        if reason.starts_with("Unauthenticated") || NOT_LOGGED_IN.iter().any(|known| reason.contains(known)) {
-            return Self::LoggedOut;
-        }
-        Self::Unavailable(reason)
-    }
-
-    /// Returns the failure of a watch, from the reason with which the server has refused it.
-    fn of_watch(reason: String) -> Self {
-        if reason.contains("permission denied") { Self::Denied(reason) } else { Self::of_part(reason) }
-    }
-}
-
-impl From<Status> for Failure {
-    fn from(status: Status) -> Self {
-        let text = status.message().to_owned();
-        if status.code() == Code::Unauthenticated || NOT_LOGGED_IN.iter().any(|known| text.contains(known)) {
-            return Self::LoggedOut;
-        }
-        if status.code() == Code::PermissionDenied {
-            return Self::Denied(text);
-        }
-        if status.code() == Code::OutOfRange {
-            return Self::Missing(text);
-        }
-        if status.code() == Code::InvalidArgument {
-            return Self::Invalid(text);
-        }
-        Self::Unavailable(describe(&status))
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Unavailable(error.to_string())
-    }
-}
+/// Maximum size in bytes of a page of names. Fewer names are requested if it is larger.
+const NAMES_BYTES_MAX: usize = 8 << 20;
 
 /// The server that the pages are about.
 pub(super) struct Backend {
@@ -158,14 +101,15 @@ impl Backend {
             Err(status) if status.code() == Code::Unimplemented => {
                 match within(auth.authenticate(AuthenticateRequest::default())).await {
                     Err(status) if status.code() == Code::FailedPrecondition => return Ok(false),
+                    // There is no user without a name.
+                    Err(status) if status.code() == Code::InvalidArgument => return Ok(true),
                     Err(status) => status,
                     Ok(_) => return Ok(true),
                 }
             }
             Err(status) => status,
         };
-        // If authentication is enabled, the server answers that there is no user.
-        if failure.code() == Code::Unavailable { Err(failure.into()) } else { Ok(true) }
+        failure::must_log_in(failure)
     }
 
     /// Returns a token for a user; `None` if authentication is disabled.
@@ -211,18 +155,25 @@ pub(super) struct Names {
 
 /// Returns names below a prefix, after one of them.
 pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u32) -> Result<Names, Failure> {
-    let request = ChildrenRequest { prefix: prefix.to_vec().into(), after: after.to_vec().into(), limit };
-    match within(client.insight().max_decoding_message_size(usize::MAX).children(request)).await {
-        Ok(page) => {
-            let page = page.into_inner();
-            let name = |child: orlop_wire::proto::client::orlopb::NamedChild| Name {
-                name: child.name.into(),
-                is_prefix: child.is_prefix,
-            };
-            Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more })
+    let mut at_once = limit;
+    loop {
+        let request = ChildrenRequest { prefix: prefix.to_vec().into(), after: after.to_vec().into(), limit: at_once };
+        match within(client.insight().max_decoding_message_size(NAMES_BYTES_MAX).children(request)).await {
+            Ok(page) => {
+                let page = page.into_inner();
+                let name = |child: orlop_wire::proto::client::orlopb::NamedChild| Name {
+                    name: child.name.into(),
+                    is_prefix: child.is_prefix,
+                };
+                return Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more });
+            }
+            // The names are too long.
+            Err(status) if status.code() == Code::OutOfRange && at_once > 1 => at_once = (at_once / 8).max(1),
+            Err(status) if status.code() == Code::Unimplemented => {
+                return list_names(client, prefix, after, limit as usize).await;
+            }
+            Err(status) => return Err(status.into()),
         }
-        Err(status) if status.code() == Code::Unimplemented => list_names(client, prefix, after, limit as usize).await,
-        Err(status) => Err(status.into()),
     }
 }
 
@@ -408,11 +359,20 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
     Ok(Timeline { versions, more, since_creation: true })
 }
 
-/// Opens a watch of the keys below a prefix. The server refuses it unless the user may read all of them.
-pub(super) async fn watch(client: &Client, prefix: &[u8]) -> Result<Streaming<WatchResponse>, Failure> {
+/// An open watch.
+pub(super) struct Watch {
+    pub responses: Streaming<WatchResponse>,
+    /// The newest revision when it was opened.
+    pub head: i64,
+}
+
+/// Opens a watch of the keys below a prefix, for changes after a revision; 0: after the newest one. The server refuses it
+/// unless the user may read all of the keys.
+pub(super) async fn watch(client: &Client, prefix: &[u8], after: i64) -> Result<Watch, Failure> {
     let create = WatchCreateRequest {
         key: if prefix.is_empty() { vec![0].into() } else { prefix.to_vec().into() },
         range_end: prefix_end(prefix).into(),
+        start_revision: if after > 0 { after.saturating_add(1) } else { 0 },
         ..WatchCreateRequest::default()
     };
     let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
@@ -424,7 +384,9 @@ pub(super) async fn watch(client: &Client, prefix: &[u8]) -> Result<Streaming<Wa
         Ok((responses, created))
     };
     match within(open).await? {
-        (responses, Some(created)) if !created.canceled => Ok(responses),
+        (responses, Some(created)) if !created.canceled => {
+            Ok(Watch { responses, head: created.header.map_or(0, |header| header.revision) })
+        }
         (_, Some(refused)) => Err(Failure::of_watch(refused.cancel_reason)),
         (_, None) => Err(Failure::Unavailable("the watch ended".to_owned())),
     }
@@ -458,40 +420,4 @@ pub(super) async fn put_if(client: &Client, key: &[u8], value: &[u8], expected: 
     let answer = within(client.kv().txn(txn)).await?.into_inner();
     let revision = answer.header.map_or(0, |header| header.revision);
     Ok(if answer.succeeded { Written::At(revision) } else { Written::Changed })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn refused_tokens_require_a_log_in() {
-        for (code, text, is_logged_out) in [
-            (Code::Unauthenticated, "etcdserver: invalid auth token", true),
-            (Code::Unauthenticated, "etcdserver: another text", true),
-            (Code::InvalidArgument, "etcdserver: user name is empty", true),
-            (Code::InvalidArgument, "etcdserver: revision of auth store is old", true),
-            (Code::InvalidArgument, "etcdserver: key is not provided", false),
-            (Code::Unavailable, "etcdserver: request timed out", false),
-        ] {
-            let status = Status::new(code, text);
-            let of_part = Failure::of_part(describe(&status));
-            let failures = [of_part, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
-            assert_eq!(failures, [is_logged_out; 2], "{code:?} {text}");
-        }
-    }
-
-    #[test]
-    fn refused_watches_require_a_log_in_or_a_right() {
-        let code = |code: &str, text: &str| format!("rpc error: code = {code} desc = etcdserver: {text}");
-        let [denied, other] = [code("PermissionDenied", "permission denied"), "the watch ended".to_owned()];
-        for (reason, expected) in [
-            (code("Unauthenticated", "invalid auth token"), Failure::LoggedOut),
-            (code("InvalidArgument", "revision of auth store is old"), Failure::LoggedOut),
-            (denied.clone(), Failure::Denied(denied)),
-            (other.clone(), Failure::Unavailable(other)),
-        ] {
-            assert_eq!(Failure::of_watch(reason.clone()), expected, "{reason}");
-        }
-    }
 }

@@ -9,13 +9,14 @@ use tokio::{sync::watch, time::timeout};
 
 use super::{Console, backend::Place, embedded::announce, limits::CONNECTION_REQUESTS_MAX, routes};
 use crate::{
-    config::{FileMode, List, ListenUrl, Scheme, Tls, TlsVersion},
+    config::{FileMode, HostName, List, ListenUrl, Scheme, Tls, TlsVersion},
     net::{self, ConnectionLimit, Listener, tls},
 };
 
 /// Maximum time for browsers to receive their last responses when the process stops.
 const DRAIN_MAX: Duration = Duration::from_secs(2);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(60);
+/// Longer than the idle limit of the page, so that pings do not keep idle connections open.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(120);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, clap::Args)]
@@ -24,9 +25,10 @@ pub struct Args {
     #[arg(long, default_value = "http://127.0.0.1:2382", value_name = "URL")]
     listen_url: ListenUrl,
 
-    /// Names under which browsers may request the page, in addition to localhost and the address, separated by commas
+    /// Names, without ports, under which browsers may request the page, in addition to localhost and the address,
+    /// separated by commas
     #[arg(long, default_value = "", value_name = "HOSTS", hide_default_value = true)]
-    console_allowed_hosts: List<String>,
+    console_allowed_hosts: List<HostName>,
 
     /// Certificate of the page for https, PEM
     #[arg(long, requires = "key_file", value_name = "FILE")]
@@ -82,7 +84,7 @@ pub async fn run(args: Args, shutdown: impl Future<Output = ()>) -> Result<(), B
         max_concurrent_streams: CONNECTION_REQUESTS_MAX,
         keepalive_interval: KEEPALIVE_INTERVAL,
         keepalive_timeout: KEEPALIVE_TIMEOUT,
-        connection_limit: ConnectionLimit::for_probes(),
+        connection_limit: ConnectionLimit::for_pages(),
         steps,
     };
     let service = TowerToHyperService::new(routes(console));

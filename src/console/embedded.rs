@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     api,
-    config::{ListenUrl, Scheme},
+    config::{HostName, ListenUrl, Scheme},
     net::{self, Listener},
 };
 
@@ -32,7 +32,7 @@ pub struct Page<'a> {
     pub services: &'a api::Router,
     /// An address of the server, which the page shows as its name.
     pub about: Option<ListenUrl>,
-    pub allowed_hosts: &'a [String],
+    pub allowed_hosts: &'a [HostName],
 }
 
 impl Page<'_> {

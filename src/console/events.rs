@@ -1,7 +1,8 @@
 //! Changes as they happen: a watch of the server, sent to the browser as Server-Sent Events.
 //!
 //! A message contains rows of a table. At most [`ROWS_MAX`] rows are sent every [`PAUSE`]; of more events, only the number
-//! is shown. Values are not sent.
+//! is shown. Values are not sent. The id of a message is the revision up to which changes were sent: a browser that
+//! connects again sends it, and receives the changes after it.
 //!
 //! ```text
 //! server ── watch ──▶ reading task ── Unread: at most ROWS_MAX rows ──▶ Events ──▶ browser
@@ -21,6 +22,7 @@ use axum::{
 use futures_util::stream;
 use http::{HeaderMap, header};
 use maud::html;
+use orlop_client::Client;
 use orlop_wire::proto::client::{
     etcdserverpb::WatchResponse,
     mvccpb::{Event, event::EventType},
@@ -38,7 +40,7 @@ use super::{
     pages,
     query::Query,
     server::Console,
-    session::Visitor,
+    session::{Access, Visitor},
 };
 
 /// Maximum number of rows per message.
@@ -75,6 +77,8 @@ struct Events {
     console: Console,
     /// The request's, to check its session again.
     headers: HeaderMap,
+    /// The revision after which the changes begin, until it is sent.
+    begin: Option<i64>,
     user: Option<String>,
     prefix: Vec<u8>,
     watched: Arc<Watched>,
@@ -100,6 +104,8 @@ struct Unread {
     rows: VecDeque<String>,
     /// Number of events before them.
     skipped: usize,
+    /// The revision up to which changes were read.
+    revision: i64,
     is_over: bool,
     /// Why the watch ended; `None`: the browser should connect again.
     reason: Option<String>,
@@ -108,15 +114,25 @@ struct Unread {
 async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Query) -> Result<Events, Failure> {
     let permit = console.streams.clone().try_acquire_owned().map_err(|_| Failure::TooMany)?;
     let prefix = query.bytes("prefix");
-    let responses = backend::watch(&visitor.client, &prefix).await?;
+    let mut begin = after(&headers, query);
+    let mut watch = backend::watch(&visitor.client, &prefix, begin).await?;
+    if begin > watch.head {
+        // The store is another one, or older: a backup.
+        watch = backend::watch(&visitor.client, &prefix, 0).await?;
+        begin = 0;
+    }
+    if begin == 0 {
+        begin = watch.head;
+    }
     let watched = Arc::new(Watched::default());
     let mut reading = JoinSet::new();
-    reading.spawn(read(responses, Arc::clone(&watched)));
+    reading.spawn(read(visitor.client, prefix.clone(), watch.responses, Arc::clone(&watched)));
     let now = Instant::now();
     let stopping = console.stopping.clone();
     Ok(Events {
         console,
         headers,
+        begin: Some(begin),
         user: visitor.user,
         prefix,
         watched,
@@ -128,12 +144,26 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     })
 }
 
+/// Returns the revision up to which a browser has received the changes; 0 if it connects for the first time. Browsers send
+/// the id of the last message when they connect again, and the script when it does.
+fn after(headers: &HeaderMap, query: &Query) -> i64 {
+    let last: Option<i64> = headers.get("last-event-id").and_then(|id| id.to_str().ok()?.parse().ok());
+    last.filter(|last| *last > 0).unwrap_or_else(|| query.number("after"))
+}
+
 /// Reads a watch until it ends, or for [`STREAM_MAX`].
-async fn read(mut responses: Streaming<WatchResponse>, watched: Arc<Watched>) {
+async fn read(client: Client, prefix: Vec<u8>, mut responses: Streaming<WatchResponse>, watched: Arc<Watched>) {
     let reading = async {
         loop {
             match responses.message().await {
                 Ok(Some(response)) if !response.canceled => watched.add(&response.events),
+                Ok(Some(response)) if response.compact_revision > 0 => {
+                    // The watch begins again at the first revision that is left.
+                    watched.add_compaction(response.compact_revision);
+                    let after = response.compact_revision - 1;
+                    let Ok(watch) = backend::watch(&client, &prefix, after).await else { return None };
+                    responses = watch.responses;
+                }
                 Ok(Some(response)) => return Some(response.cancel_reason),
                 Ok(None) => return None,
                 Err(status) => return Some(status.message().to_owned()),
@@ -147,6 +177,11 @@ async fn read(mut responses: Streaming<WatchResponse>, watched: Arc<Watched>) {
 impl Watched {
     fn add(&self, events: &[Event]) {
         self.unread.lock().add(events);
+        self.changed.notify_one();
+    }
+
+    fn add_compaction(&self, revision: i64) {
+        self.unread.lock().add_compaction(revision);
         self.changed.notify_one();
     }
 
@@ -165,12 +200,26 @@ impl Unread {
         let skipped = events.len().saturating_sub(ROWS_MAX);
         self.skipped += skipped;
         for event in &events[skipped..] {
-            if self.rows.len() == ROWS_MAX {
-                self.rows.pop_front();
-                self.skipped += 1;
-            }
-            self.rows.push_back(row(event));
+            self.push(row(event));
         }
+        let last = events.last().and_then(|event| event.kv.as_ref());
+        self.revision = last.map_or(self.revision, |kv| kv.mod_revision);
+    }
+
+    fn add_compaction(&mut self, revision: i64) {
+        let row = html! {
+            tr { td colspan="5" .muted { "Changes before revision " (revision) " are compacted and cannot be shown." } }
+        };
+        self.push(row.0);
+        self.revision = self.revision.max(revision - 1);
+    }
+
+    fn push(&mut self, row: String) {
+        if self.rows.len() == ROWS_MAX {
+            self.rows.pop_front();
+            self.skipped += 1;
+        }
+        self.rows.push_back(row);
     }
 
     /// Removes the rows, and returns them as a message.
@@ -180,10 +229,10 @@ impl Unread {
         let skipped = std::mem::take(&mut self.skipped);
         let note = html! {
             @if skipped > 0 {
-                tr { td colspan="5" .muted { (skipped) " more events, which came too fast to be shown" } }
+                tr { td colspan="5" .muted { (skipped) " more events, which are not shown" } }
             }
         };
-        message("rows", &format!("{rows}{}", note.0))
+        message("rows", self.revision, &format!("{rows}{}", note.0))
     }
 }
 
@@ -194,13 +243,16 @@ impl Events {
             if *self.stopping.borrow() {
                 return None;
             }
+            if let Some(revision) = self.begin.take() {
+                return Some(message("begin", revision, ""));
+            }
             let (has_rows, is_over) = {
                 let unread = self.watched.unread.lock();
                 (!unread.rows.is_empty(), unread.is_over)
             };
             if is_over && !has_rows {
                 let reason = self.watched.unread.lock().reason.take()?;
-                return Some(message("failed", &html! { (reason) }.0));
+                return Some(message("failed", 0, &html! { (reason) }.0));
             }
             tokio::select! {
                 biased;
@@ -222,13 +274,13 @@ impl Events {
     /// Returns whether the session still exists, or authentication is still disabled, and the user may still read what is
     /// watched. Ends the session if the server refuses its token.
     async fn is_permitted(&self) -> bool {
-        let Ok(visitor) = self.console.visitor(&self.headers).await else { return false };
+        let Ok(visitor) = self.console.visitor(&self.headers, Access::Check).await else { return false };
         if visitor.user != self.user {
             return false;
         }
         // Servers check the rights of a watch only when it begins, so another one is opened. A read of the range would
         // count all of its keys.
-        match backend::watch(&visitor.client, &self.prefix).await.map(drop) {
+        match backend::watch(&visitor.client, &self.prefix, 0).await.map(drop) {
             Err(Failure::LoggedOut) => {
                 self.console.sessions.end(&self.headers);
                 false
@@ -238,9 +290,11 @@ impl Events {
     }
 }
 
-/// Formats a message. Its text must not contain line breaks, so they are replaced.
-fn message(name: &str, text: &str) -> String {
-    format!("event: {name}\ndata: {}\n\n", text.replace(['\n', '\r'], " "))
+/// Formats a message with the revision as its id; 0: it has none. Its text must not contain line breaks, so they are
+/// replaced.
+fn message(name: &str, revision: i64, text: &str) -> String {
+    let id = if revision > 0 { format!("id: {revision}\n") } else { String::new() };
+    format!("event: {name}\n{id}data: {}\n\n", text.replace(['\n', '\r'], " "))
 }
 
 fn row(event: &Event) -> String {
@@ -254,7 +308,7 @@ fn row(event: &Event) -> String {
         tr {
             td.number { (kv.mod_revision) }
             td { span class=(format!("badge {what}")) { (what) } }
-            td.wide { (pages::key_link(&kv.key)) }
+            td.wide { (pages::names::key_link(&kv.key)) }
             td.number { @if is_put { (kv.version) } }
             td.number { @if is_put { (pages::bytes(kv.value.len() as u64)) } }
         }
@@ -264,6 +318,7 @@ fn row(event: &Event) -> String {
 
 #[cfg(test)]
 mod tests {
+    use http::HeaderValue;
     use orlop_wire::proto::client::mvccpb::KeyValue;
 
     use super::*;
@@ -272,7 +327,7 @@ mod tests {
     fn keys_are_escaped_and_stay_on_a_line() {
         let key = b"/a<script>\ndata: x\r\n\n\x1b[2J\xff";
         let kv = KeyValue { key: key.to_vec().into(), mod_revision: 7, version: 1, ..KeyValue::default() };
-        let text = message("rows", &row(&Event { kv: Some(kv), ..Event::default() }));
+        let text = message("rows", 0, &row(&Event { kv: Some(kv), ..Event::default() }));
         assert!(!text.contains("<script>") && text.contains("&lt;script&gt;"), "{text}");
         assert_eq!(text.lines().count(), 3, "{text}");
         assert!(!text.contains(['\x1b', '\r']), "{text}");
@@ -299,9 +354,37 @@ mod tests {
             let text = unread.take();
             assert_eq!(text.matches("<td class=\"wide\">").count(), rows, "{text}");
             assert!(text.contains(&format!("data: <tr><td class=\"number\">{revision}</td>")), "{text}");
-            assert_eq!(text.contains("came too fast"), skipped > 0, "{text}");
+            assert!(text.contains(&format!("\nid: {revision}\n")), "{text}");
+            assert_eq!(text.contains("which are not shown"), skipped > 0, "{text}");
             assert_eq!(text.contains(&format!(">{skipped} more events")), skipped > 0, "{text}");
             assert!(unread.rows.is_empty() && unread.skipped == 0, "the next message begins anew");
+        }
+    }
+
+    #[test]
+    fn rows_of_long_keys_are_short() {
+        for len in [1_000, 5_000, 1_500_000] {
+            let kv = KeyValue { key: vec![0xff; len].into(), mod_revision: 7, ..KeyValue::default() };
+            let row = row(&Event { kv: Some(kv), ..Event::default() });
+            assert!(row.len() < 24_000, "a key of {len} bytes: {} bytes", row.len());
+            assert_eq!(row.contains("href="), len <= 5_000, "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn browser_that_connects_again_receives_the_changes_after_the_last() {
+        for (last, query, want) in [
+            (None, "prefix=/a", 0),
+            (None, "after=7", 7),
+            (Some("9"), "after=7", 9),
+            (Some("x"), "after=7", 7),
+            (Some("-1"), "after=-1", 0),
+        ] {
+            let mut headers = HeaderMap::new();
+            if let Some(last) = last {
+                headers.insert("last-event-id", HeaderValue::from_static(last));
+            }
+            assert_eq!(after(&headers, &Query::parse(query.as_bytes())), want, "{last:?} {query}");
         }
     }
 }

@@ -16,7 +16,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, uri::
 use sha2::{Digest as _, Sha256};
 
 use super::pages::STYLE;
-use crate::config::ListenUrl;
+use crate::config::{HostName, ListenUrl};
 
 /// Scripts and requests only from here, and only our style sheet; nothing in frames; forms only to here.
 static CONTENT_SECURITY_POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
@@ -42,19 +42,21 @@ const HEADERS: [(HeaderName, HeaderValue); 6] = [
 #[derive(Debug)]
 pub(super) struct Hosts {
     names: Vec<String>,
+    /// Those of `console-allowed-hosts`, under which a proxy may serve the page.
+    allowed: Vec<HostName>,
     /// Whether any IP address is accepted: the page listens on all addresses. An attacker can rebind only names.
     any_address: bool,
 }
 
 impl Hosts {
-    pub fn new(listen: &ListenUrl, allowed: &[String]) -> Self {
+    pub fn new(listen: &ListenUrl, allowed: &[HostName]) -> Self {
         let mut names: Vec<String> = ["localhost", "127.0.0.1", "::1"].map(str::to_owned).to_vec();
         let host = listen.host().unwrap_or_default();
-        names
-            .extend([host].into_iter().chain(allowed.iter().map(String::as_str)).map(|name| bare(name).to_lowercase()));
+        names.push(bare(host).to_lowercase());
+        names.extend(allowed.iter().map(|name| name.as_str().to_owned()));
         names.retain(|name| !name.is_empty());
         let any_address = ["0.0.0.0", "::"].contains(&host);
-        Self { names, any_address }
+        Self { names, allowed: allowed.to_vec(), any_address }
     }
 
     /// Returns whether the page may be requested under this host, with or without a port.
@@ -63,6 +65,22 @@ impl Hosts {
         let host = bare(authority.host()).to_lowercase();
         let is_address = || self.any_address && host.parse::<std::net::IpAddr>().is_ok();
         !authority.as_str().contains('@') && (self.names.contains(&host) || is_address())
+    }
+
+    /// Returns whether an origin is this page, which was requested under `host`. The scheme is not compared: a proxy may
+    /// add TLS.
+    ///
+    /// A proxy may also replace `Host`, or omit its port. So a name of `console-allowed-hosts` is accepted, too, with any
+    /// port. Another server on another port of such a name could then send requests. Browsers name those `same-site`, which
+    /// is refused, and without that a form needs its token, which other origins cannot read.
+    fn is_origin(&self, origin: &str, host: &str) -> bool {
+        let authority = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
+        let is_allowed = |authority: &str| {
+            let Ok(authority) = authority.parse::<Authority>() else { return false };
+            let host = bare(authority.host()).to_lowercase();
+            !authority.as_str().contains('@') && self.allowed.iter().any(|name| name.as_str() == host)
+        };
+        authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host) || is_allowed(authority))
     }
 }
 
@@ -93,18 +111,12 @@ fn check(hosts: &Hosts, request: &Request) -> Result<(), String> {
         return Err("the name of this host is not allowed; add it to console-allowed-hosts".to_owned());
     }
     match headers.get(header::ORIGIN).map(|origin| origin.to_str().unwrap_or_default()) {
-        Some(origin) if !is_origin(origin, host) => return Err("the request is from another page".to_owned()),
+        Some(origin) if !hosts.is_origin(origin, host) => return Err("the request is from another page".to_owned()),
         Some(_) | None => {}
     }
     let is_elsewhere = matches!(text(headers, "sec-fetch-site"), Some("cross-site" | "same-site"));
     let is_link = request.method() == Method::GET && text(headers, "sec-fetch-mode") == Some("navigate");
     if is_elsewhere && !is_link { Err("the request is from another page".to_owned()) } else { Ok(()) }
-}
-
-/// Returns whether an origin is this page. The scheme is not compared: a proxy may add TLS.
-fn is_origin(origin: &str, host: &str) -> bool {
-    let authority = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
-    authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
 }
 
 fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
@@ -115,10 +127,13 @@ fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
+    fn names(allowed: &[&str]) -> Vec<HostName> {
+        allowed.iter().map(|name| name.parse().expect("a name")).collect()
+    }
+
     #[track_caller]
     fn hosts(listen: &str, allowed: &[&str], rows: &[(&str, bool)]) {
-        let allowed: Vec<String> = allowed.iter().map(|name| (*name).to_owned()).collect();
-        let hosts = Hosts::new(&listen.parse().expect("a URL"), &allowed);
+        let hosts = Hosts::new(&listen.parse().expect("a URL"), &names(allowed));
         for (host, want) in rows {
             assert_eq!(hosts.allow(host), *want, "{host} at {listen}");
         }
@@ -144,8 +159,11 @@ mod tests {
 
     #[track_caller]
     fn check_request(method: &str, headers: &[(&str, &str)], want: bool) {
-        let hosts = Hosts::new(&"http://127.0.0.1:2382".parse().expect("a URL"), &[]);
-        let mut request = Request::builder().method(method).uri("/").header("host", "localhost:2382");
+        let hosts = Hosts::new(&"http://127.0.0.1:2382".parse().expect("a URL"), &names(&["etcd.example"]));
+        let mut request = Request::builder().method(method).uri("/");
+        if !headers.iter().any(|(name, _)| *name == "host") {
+            request = request.header("host", "localhost:2382");
+        }
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
@@ -168,5 +186,25 @@ mod tests {
         check_request("GET", &site("same-site", "no-cors"), false);
         check_request("POST", &site("same-site", "navigate"), false);
         check_request("GET", &[("host", "evil.example")], false);
+        check_request("GET", &[("host", "localhost:2382"), ("host", "evil.example")], false);
+    }
+
+    #[test]
+    fn forms_behind_a_proxy_are_accepted() {
+        let form = |host, origin, site| [("host", host), ("origin", origin), ("sec-fetch-site", site)];
+        for (host, origin, site, want) in [
+            ("etcd.example", "https://etcd.example", "same-origin", true),
+            // The proxy replaces the name, or omits the port.
+            ("127.0.0.1:2382", "https://etcd.example", "same-origin", true),
+            ("etcd.example", "https://Etcd.example:8443", "same-origin", true),
+            ("etcd.example", "https://etcd.example:8443", "same-site", false),
+            ("etcd.example", "https://etcd.example.evil.example", "same-origin", false),
+            ("etcd.example", "https://etcd.example@evil.example", "same-origin", false),
+            ("etcd.example", "ftp://etcd.example", "same-origin", false),
+            // Not a name of `console-allowed-hosts`.
+            ("127.0.0.1:2382", "http://localhost:8080", "same-origin", false),
+        ] {
+            check_request("POST", &form(host, origin, site), want);
+        }
     }
 }

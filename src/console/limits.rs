@@ -1,25 +1,36 @@
 //! Limits of what visitors can make the process do at the same time. In a server, the page shares the process, and on
 //! small machines the only thread of the runtime, with the requests of clients.
 
-use std::{panic::resume_unwind, sync::Arc};
+use std::{io, panic::resume_unwind, sync::Arc, time::Duration};
 
+use axum::body::{Body, Bytes};
 use tokio::{
-    sync::{Semaphore, SemaphorePermit},
+    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc},
     task::spawn_blocking,
+    time::timeout,
 };
+use tokio_stream::wrappers::ReceiverStream;
 
 use super::backend::Failure;
 
-/// Maximum number of requests at the same time on one connection to the page.
-pub(super) const CONNECTION_REQUESTS_MAX: u32 = 100;
+/// Maximum number of requests at the same time on one connection to the page. Each can have a response that is not read.
+pub(super) const CONNECTION_REQUESTS_MAX: u32 = 32;
 /// Maximum number of passwords that are checked at the same time.
 const LOG_INS_MAX: usize = 4;
 /// Maximum number of log-ins that wait until their password is checked. Further ones are refused.
 const LOG_INS_WAITING_MAX: usize = 32;
-/// Maximum number of pages that read values at the same time.
-const VALUE_PAGES_MAX: usize = 4;
+/// Maximum number of large pages that are made at the same time.
+const MADE_MAX: usize = 4;
+/// Maximum number of large pages that are made, or that browsers have not read yet.
+const UNREAD_MAX: usize = 16;
+/// Maximum time for which a request waits until it may make a large page.
+const TURN_TIME_MAX: Duration = Duration::from_secs(40);
+/// Maximum time in which a browser reads a large page.
+const READ_TIME_MAX: Duration = Duration::from_secs(60);
+/// Size in bytes of the parts in which a large page is sent. Smaller pages count as read at once.
+const PART_BYTES: usize = 16 << 10;
 /// Values that are longer together, in bytes, are rendered on a blocking thread.
-const INLINE_BYTES_MAX: usize = 256 << 10;
+const INLINE_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of blocking threads that render values.
 const RENDERERS_MAX: usize = 2;
 
@@ -56,27 +67,80 @@ impl LogIns {
     }
 }
 
-/// Limits the pages that read values of keys, which stay in memory until the page is rendered.
-pub(super) struct ValuePages(Semaphore);
+/// Limits the pages that contain values or many names. Values stay in memory until the page is rendered, and the page
+/// until the browser has read it.
+pub(super) struct LargePages {
+    /// Permits to make a page.
+    made: Arc<Semaphore>,
+    /// Permits to keep a page in memory.
+    unread: Arc<Semaphore>,
+}
 
-impl Default for ValuePages {
+/// The permission to make one page, and to keep it in memory.
+pub(super) struct LargePage {
+    made: OwnedSemaphorePermit,
+    unread: OwnedSemaphorePermit,
+}
+
+impl Default for LargePages {
     fn default() -> Self {
-        Self(Semaphore::new(VALUE_PAGES_MAX))
+        Self { made: Arc::new(Semaphore::new(MADE_MAX)), unread: Arc::new(Semaphore::new(UNREAD_MAX)) }
     }
 }
 
-impl ValuePages {
-    /// Waits until a page may read values. It must hold no values while it waits.
+impl LargePages {
+    /// Waits until a page may be made. The caller must hold no values while it waits.
     ///
     /// # Errors
     ///
-    /// [`Failure::Unavailable`] if the process stops.
+    /// [`Failure::Busy`] after [`TURN_TIME_MAX`].
     ///
     /// # Cancel safety
     ///
     /// Cancel safe: a cancelled call leaves the queue.
-    pub async fn begin(&self) -> Result<SemaphorePermit<'_>, Failure> {
-        self.0.acquire().await.map_err(|_| stopping())
+    pub async fn begin(&self) -> Result<LargePage, Failure> {
+        timeout(TURN_TIME_MAX, self.turn()).await.unwrap_or(Err(Failure::Busy))
+    }
+
+    async fn turn(&self) -> Result<LargePage, Failure> {
+        // In this order: a page that waits for others to be read does not hinder those that are made.
+        let unread = Arc::clone(&self.unread).acquire_owned().await.map_err(|_| stopping())?;
+        let made = Arc::clone(&self.made).acquire_owned().await.map_err(|_| stopping())?;
+        Ok(LargePage { made, unread })
+    }
+}
+
+impl LargePage {
+    /// Returns the page as a body. It counts as unread until the browser has read it, or for [`READ_TIME_MAX`]; then the
+    /// body ends with an error.
+    pub fn body(self, text: String) -> Body {
+        if text.len() <= PART_BYTES {
+            return Body::from(text);
+        }
+        let Self { made, unread } = self;
+        drop(made);
+        let (parts, body) = mpsc::channel(1);
+        // A task, because nobody polls the body of a browser that does not read.
+        tokio::spawn(async move {
+            let is_late = timeout(READ_TIME_MAX, send(&parts, &text)).await.is_err();
+            drop((text, unread));
+            if is_late {
+                let error = io::Error::new(io::ErrorKind::TimedOut, "the browser did not read the page");
+                // Fails if the browser has left.
+                let _ = parts.send(Err(error)).await;
+            }
+        });
+        Body::from_stream(ReceiverStream::new(body))
+    }
+}
+
+/// Sends a page in parts until the browser leaves.
+async fn send(parts: &mpsc::Sender<io::Result<Bytes>>, text: &str) {
+    for part in text.as_bytes().chunks(PART_BYTES) {
+        // A copy, because a slice would keep the whole page in memory.
+        if parts.send(Ok(Bytes::copy_from_slice(part))).await.is_err() {
+            return;
+        }
     }
 }
 
@@ -93,8 +157,7 @@ impl Default for Renderer {
 }
 
 impl Renderer {
-    /// Runs `work` on values of `bytes` bytes together. For long values it runs on a blocking thread, so that it does
-    /// not delay other requests, and waits while [`RENDERERS_MAX`] threads are busy.
+    /// Renders values of `bytes` bytes together: short ones here, long ones as [`Renderer::run_elsewhere`].
     ///
     /// # Errors
     ///
@@ -104,9 +167,19 @@ impl Renderer {
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, Failure> {
-        if bytes <= INLINE_BYTES_MAX {
-            return Ok(work());
-        }
+        if bytes <= INLINE_BYTES_MAX { Ok(work()) } else { self.run_elsewhere(work).await }
+    }
+
+    /// Runs `work` on a blocking thread, so that it does not delay other requests. Waits while [`RENDERERS_MAX`] threads
+    /// are busy.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unavailable`] if the process stops.
+    pub async fn run_elsewhere<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, Failure> {
         let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|_| stopping())?;
         let running = spawn_blocking(move || {
             // The thread holds the permit, because it continues if the browser no longer waits.
@@ -131,7 +204,9 @@ fn stopping() -> Failure {
 mod tests {
     use std::{pin::pin, sync::mpsc, task::Poll, thread};
 
+    use axum::body::to_bytes;
     use futures_util::poll;
+    use tokio::time::sleep;
 
     use super::*;
 
@@ -156,17 +231,37 @@ mod tests {
         assert!(next.await.is_some());
     }
 
-    #[tokio::test]
-    async fn pages_that_read_values_are_bounded() {
-        let pages = ValuePages::default();
-        let mut open = Vec::new();
-        for _ in 0..VALUE_PAGES_MAX {
-            open.push(pages.begin().await.expect("a permit"));
+    #[tokio::test(start_paused = true)]
+    async fn large_pages_are_bounded() {
+        let (pages, page) = (LargePages::default(), || "x".repeat(4 * PART_BYTES));
+        let mut made = Vec::new();
+        for _ in 0..MADE_MAX {
+            made.push(pages.begin().await.expect("a permit"));
+        }
+        assert!(matches!(pages.begin().await, Err(Failure::Busy)));
+        let mut unread: Vec<Body> = made.drain(..).map(|made| made.body(page())).collect();
+        while unread.len() < UNREAD_MAX {
+            unread.push(pages.begin().await.expect("a permit").body(page()));
         }
         let mut waiting = pin!(pages.begin());
         assert!(poll!(&mut waiting).is_pending());
-        drop(open.pop());
+        let read = to_bytes(unread.pop().expect("a page"), usize::MAX).await.expect("the whole page");
+        assert_eq!(read.len(), page().len());
         assert!(waiting.await.is_ok());
+        // A small page is not counted.
+        let small = pages.begin().await.expect("a permit").body("small".to_owned());
+        assert!(pages.begin().await.is_ok());
+        assert_eq!(to_bytes(small, usize::MAX).await.expect("the page"), "small");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn page_that_is_not_read_ends() {
+        let pages = LargePages::default();
+        let body = pages.begin().await.expect("a permit").body("x".repeat(4 * PART_BYTES));
+        assert_eq!(pages.unread.available_permits(), UNREAD_MAX - 1);
+        sleep(READ_TIME_MAX + Duration::from_secs(1)).await;
+        assert_eq!(pages.unread.available_permits(), UNREAD_MAX);
+        assert!(to_bytes(body, usize::MAX).await.is_err(), "it must not look complete");
     }
 
     #[tokio::test]
@@ -176,6 +271,8 @@ mod tests {
             let thread = renderer.run(bytes, || thread::current().id()).await.expect("a result");
             assert_eq!(thread == here, is_here, "{bytes} bytes");
         }
+        let thread = renderer.run_elsewhere(|| thread::current().id()).await.expect("a result");
+        assert_ne!(thread, here, "comparisons take long also with short values");
     }
 
     #[tokio::test]

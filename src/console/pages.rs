@@ -4,12 +4,14 @@ pub(super) mod diff;
 pub(super) mod events;
 pub(super) mod keys;
 pub(super) mod login;
+pub(super) mod names;
 pub(super) mod object;
 pub(super) mod overview;
 pub(super) mod put_back;
 pub(super) mod sizes;
 
 use axum::{
+    body::Body,
     extract::{FromRequestParts, State},
     response::{Html, IntoResponse as _, Response},
 };
@@ -19,7 +21,8 @@ use orlop_objects::{ManagedFields, Secrets, Shown, View, escaped};
 
 use super::{
     backend::Failure,
-    query::{Query, base64, encoded},
+    limits::LargePage,
+    query::{Query, base64},
     server::Console,
     session::{FormToken, Visitor},
 };
@@ -27,8 +30,9 @@ use crate::text::{self, shown_key, shown_time};
 
 /// The style sheet. It is a part of each page, because a browser paints nothing before it has the style sheet.
 pub(super) const STYLE: &str = include_str!("assets/style.css");
-/// Maximum number of lines of a value or of a difference on a page.
+/// Maximum number of lines of a value or of a difference on a page, and of their bytes.
 const LINES_MAX: usize = 20_000;
+const TEXT_BYTES_MAX: usize = 1 << 20;
 /// End of the paths of parts of pages.
 const FRAGMENT: &str = "/live";
 
@@ -58,6 +62,8 @@ pub(super) struct Visit {
     pub headers: HeaderMap,
     /// Path and query of a request for a page, to return to after a log in.
     path: String,
+    /// Set if the page can be large.
+    large: Option<LargePage>,
 }
 
 impl FromRequestParts<Console> for Visit {
@@ -67,11 +73,21 @@ impl FromRequestParts<Console> for Visit {
         let visitor = Visitor::from_request_parts(parts, console).await?;
         let query = Query::parse(parts.uri.query().unwrap_or_default().as_bytes());
         let path = path_of(parts);
-        Ok(Self { console: console.clone(), visitor, query, headers: parts.headers.clone(), path })
+        Ok(Self { console: console.clone(), visitor, query, headers: parts.headers.clone(), path, large: None })
     }
 }
 
 impl Visit {
+    /// Waits until a page that can be large may be made. It counts until the browser has read it.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Busy`] if that takes too long.
+    pub async fn begin_large(&mut self) -> Result<(), Failure> {
+        self.large = Some(self.console.large_pages.begin().await?);
+        Ok(())
+    }
+
     /// Returns a whole page.
     pub fn page(self, tab: Tab, title: &str, content: Result<Markup, Failure>) -> Response {
         match content {
@@ -86,12 +102,12 @@ impl Visit {
     pub fn page_with(self, status: StatusCode, tab: Tab, title: &str, content: Markup) -> Response {
         let Visitor { user, form, .. } = self.visitor;
         let frame = Frame { tab: Some(tab), title, endpoint: &self.console.backend.endpoint(), user: user.as_deref() };
-        frame.respond(status, form, content)
+        frame.respond(status, form, content, self.large)
     }
 
     /// Returns a part of a page, which the script inserts.
     pub fn fragment(self, content: Result<Markup, Failure>) -> Response {
-        content.map_or_else(|failure| failure.fragment(), |content| Html(content.0).into_response())
+        content.map_or_else(|failure| failure.fragment(), |content| Html(body(content, self.large)).into_response())
     }
 
     /// Returns the fields of a form that a page of this process made for this browser.
@@ -129,9 +145,9 @@ struct Frame<'a> {
 }
 
 impl Frame<'_> {
-    fn respond(&self, status: StatusCode, form: FormToken, content: Markup) -> Response {
+    fn respond(&self, status: StatusCode, form: FormToken, content: Markup, large: Option<LargePage>) -> Response {
         let page = self.render(&form.token, content);
-        let mut response = (status, Html(page.0)).into_response();
+        let mut response = (status, Html(body(page, large))).into_response();
         if let Some(cookie) = form.cookie {
             response.headers_mut().append(header::SET_COOKIE, cookie);
         }
@@ -176,6 +192,13 @@ impl Frame<'_> {
     }
 }
 
+fn body(page: Markup, large: Option<LargePage>) -> Body {
+    match large {
+        Some(large) => large.body(page.0),
+        None => Body::from(page.0),
+    }
+}
+
 impl Failure {
     fn status(&self) -> StatusCode {
         match self {
@@ -184,7 +207,7 @@ impl Failure {
             Self::Invalid(_) => StatusCode::BAD_REQUEST,
             Self::Unavailable(_) => StatusCode::BAD_GATEWAY,
             Self::Missing(_) => StatusCode::NOT_FOUND,
-            Self::TooMany => StatusCode::SERVICE_UNAVAILABLE,
+            Self::TooMany | Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 
@@ -200,6 +223,7 @@ impl Failure {
                 ("This form was not made for this session. Nothing was done.", "Open the page again and repeat it.")
             }
             Self::TooMany => ("Too many pages show events.", "Close one and try again."),
+            Self::Busy => ("Too many pages are loaded at the same time.", "Try again."),
         }
     }
 
@@ -228,7 +252,7 @@ pub(super) fn failed(console: &Console, parts: &Parts, failure: &Failure) -> Res
         return failure.fragment();
     }
     let frame = Frame { tab: None, title: "Failed", endpoint: &console.backend.endpoint(), user: None };
-    frame.respond(failure.status(), console.sessions.form_token(&parts.headers), failure.markup())
+    frame.respond(failure.status(), console.sessions.form_token(&parts.headers), failure.markup(), None)
 }
 
 /// Returns a failure as text, for requests of the script.
@@ -241,7 +265,7 @@ pub(super) fn plain(failure: &Failure) -> Response {
 pub(super) async fn unknown(State(console): State<Console>, headers: HeaderMap) -> Response {
     let frame = Frame { tab: None, title: "Not found", endpoint: &console.backend.endpoint(), user: None };
     let content = html! { h1 { "There is no such page." } };
-    frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content)
+    frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content, None)
 }
 
 /// Returns the field of a form in which a prefix is typed. It is empty if the prefix cannot be shown as it is.
@@ -254,34 +278,9 @@ fn prefix_field(prefix: &[u8]) -> Markup {
     }
 }
 
-/// Returns a link to the page of a key.
-pub(super) fn key_link(key: &[u8]) -> Markup {
-    html! { a.key href=(format!("/key?key={}", encoded(key))) { (shown_key(key)) } }
-}
-
 /// Returns a hidden field with a key.
 fn key_field(key: &[u8]) -> Markup {
     html! { input type="hidden" name="key64" value=(base64(key)); }
-}
-
-/// Returns links from a key to the pages of its prefixes at `place`, which is `/keys` or `/sizes`.
-fn path(place: &str, key: &[u8]) -> Markup {
-    let slashes = key.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1);
-    let mut start = 0;
-    let mut steps: Vec<(&[u8], &[u8])> = Vec::new();
-    for end in slashes {
-        steps.push((&key[..end], &key[start..end]));
-        start = end;
-    }
-    html! {
-        nav.path aria-label="Prefixes" {
-            a href=(place) { "all keys" }
-            @for (prefix, segment) in steps {
-                " " a.key href=(format!("{place}?prefix={}", encoded(prefix))) { (shown_key(segment)) }
-            }
-            @if start < key.len() { " " span.key { (shown_key(&key[start..])) } }
-        }
-    }
 }
 
 pub(super) fn bytes(bytes: u64) -> String {
@@ -304,6 +303,25 @@ fn table(name: &str, head: &[&str], rows: Markup) -> Markup {
                 tbody { (rows) }
             }
         }
+    }
+}
+
+/// How much of a value or of a difference a page can still show. After a line that does not fit, no line does.
+struct Space {
+    lines: usize,
+    bytes: usize,
+}
+
+impl Space {
+    fn new() -> Self {
+        Self { lines: LINES_MAX, bytes: TEXT_BYTES_MAX }
+    }
+
+    /// Returns whether a line fits, and takes its space.
+    fn take(&mut self, line: &str) -> bool {
+        let fits = self.lines > 0 && line.len() <= self.bytes;
+        (self.lines, self.bytes) = if fits { (self.lines - 1, self.bytes - line.len()) } else { (0, 0) };
+        fits
     }
 }
 

@@ -16,11 +16,11 @@ use super::{
     backend::{Backend, Place},
     events,
     guard::{Hosts, guard},
-    limits::{LogIns, Renderer, ValuePages},
+    limits::{LargePages, LogIns, Renderer},
     pages,
     session::Sessions,
 };
-use crate::config::ListenUrl;
+use crate::config::{HostName, ListenUrl};
 
 const SCRIPT: &str = include_str!("assets/script.js");
 const ICON: &str = include_str!("assets/icon.svg");
@@ -41,7 +41,7 @@ pub(super) struct State {
     pub streams: Arc<Semaphore>,
     pub log_ins: LogIns,
     pub renderer: Renderer,
-    pub value_pages: ValuePages,
+    pub large_pages: LargePages,
     /// True once the process stops.
     pub stopping: watch::Receiver<bool>,
     hosts: Arc<Hosts>,
@@ -60,7 +60,7 @@ impl Console {
     pub(super) fn new(
         place: Place,
         listen: &ListenUrl,
-        allowed_hosts: &[String],
+        allowed_hosts: &[HostName],
         stopping: watch::Receiver<bool>,
     ) -> Result<Self, String> {
         let port = match listen {
@@ -74,7 +74,7 @@ impl Console {
             streams: Arc::new(Semaphore::new(STREAMS_MAX)),
             log_ins: LogIns::default(),
             renderer: Renderer::default(),
-            value_pages: ValuePages::default(),
+            large_pages: LargePages::default(),
             stopping,
             hosts: Arc::new(Hosts::new(listen, allowed_hosts)),
         })))

@@ -54,6 +54,15 @@ struct Session {
     live: Arc<Live>,
 }
 
+/// Why a session is looked up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    /// A request, which keeps the session from being idle.
+    Use,
+    /// A check during a response, which does not.
+    Check,
+}
+
 /// The sender of a request, and what is needed for the response.
 pub(super) struct Visitor {
     /// `None`: authentication is disabled.
@@ -110,7 +119,7 @@ impl Sessions {
     }
 
     /// Returns the user, the token and the figures of a request's session.
-    fn find(&self, headers: &HeaderMap) -> Option<(String, HeaderValue, Arc<Live>)> {
+    fn find(&self, headers: &HeaderMap, access: Access) -> Option<(String, HeaderValue, Arc<Live>)> {
         let id = self.id(cookie(headers, &self.session_cookie)?);
         let now = Instant::now();
         let mut open = self.open.lock();
@@ -119,7 +128,9 @@ impl Sessions {
             return None;
         }
         let session = open.get_mut(&id)?;
-        session.used = now;
+        if access == Access::Use {
+            session.used = now;
+        }
         Some((session.user.clone(), session.token.clone(), Arc::clone(&session.live)))
     }
 
@@ -189,10 +200,10 @@ impl Console {
     /// # Errors
     ///
     /// [`Failure::LoggedOut`] if there is no session although authentication is enabled.
-    pub async fn visitor(&self, headers: &HeaderMap) -> Result<Visitor, Failure> {
+    pub async fn visitor(&self, headers: &HeaderMap, access: Access) -> Result<Visitor, Failure> {
         let (sessions, form) = (&self.sessions, self.sessions.form_token(headers));
         let client = self.backend.client().await?;
-        if let Some((user, token, live)) = sessions.find(headers) {
+        if let Some((user, token, live)) = sessions.find(headers, access) {
             return Ok(Visitor { user: Some(user), client: client.with_token(Some(token)), live, form });
         }
         if self.backend.is_auth_enabled(&client).await? {
@@ -206,7 +217,7 @@ impl FromRequestParts<Console> for Visitor {
     type Rejection = axum::response::Response;
 
     async fn from_request_parts(parts: &mut Parts, console: &Console) -> Result<Self, Self::Rejection> {
-        match console.visitor(&parts.headers).await {
+        match console.visitor(&parts.headers, Access::Use).await {
             Ok(visitor) => Ok(visitor),
             Err(failure) => Err(super::pages::failed(console, parts, &failure)),
         }
@@ -242,7 +253,7 @@ mod tests {
         assert!(text.starts_with("orlop-console-2382="), "{text}");
         assert!(text.ends_with("; Path=/; HttpOnly; SameSite=Strict; Max-Age=43200; Secure"), "{text}");
         let headers = headers(&[&cookie]);
-        let is_open = || sessions.find(&headers).is_some();
+        let is_open = || sessions.find(&headers, Access::Use).is_some();
         for _ in 0..25 {
             assert!(is_open());
             tokio::time::advance(Duration::from_secs(29 * 60)).await;
@@ -251,11 +262,18 @@ mod tests {
         let cookie = sessions.begin("a".to_owned(), token());
         let headers = self::headers(&[&cookie]);
         tokio::time::advance(IDLE_MAX + Duration::from_secs(1)).await;
-        assert!(sessions.find(&headers).is_none(), "idle");
+        assert!(sessions.find(&headers, Access::Use).is_none(), "idle");
+        let cookie = sessions.begin("a".to_owned(), token());
+        let headers = self::headers(&[&cookie]);
+        for _ in 0..3 {
+            assert!(sessions.find(&headers, Access::Check).is_some());
+            tokio::time::advance(IDLE_MAX / 3 + Duration::from_secs(1)).await;
+        }
+        assert!(sessions.find(&headers, Access::Check).is_none(), "a check is no use");
         let cookie = sessions.begin("a".to_owned(), token());
         let headers = self::headers(&[&cookie]);
         assert!(sessions.end(&headers).to_str().is_ok_and(|cookie| cookie.contains("Max-Age=0")));
-        assert!(sessions.find(&headers).is_none(), "logged out");
+        assert!(sessions.find(&headers, Access::Use).is_none(), "logged out");
     }
 
     #[tokio::test(start_paused = true)]
@@ -266,7 +284,8 @@ mod tests {
             cookies.push(sessions.begin("a".to_owned(), token()));
             tokio::time::advance(Duration::from_secs(1)).await;
         }
-        let open: Vec<bool> = cookies.iter().map(|cookie| sessions.find(&headers(&[cookie])).is_some()).collect();
+        let open: Vec<bool> =
+            cookies.iter().map(|cookie| sessions.find(&headers(&[cookie]), Access::Use).is_some()).collect();
         assert_eq!((open[0], open[1..].iter().all(|open| *open)), (false, true));
     }
 

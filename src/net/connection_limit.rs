@@ -15,9 +15,14 @@ const CONNECTIONS_MIN: usize = 16;
 /// Limit of the addresses for metrics and health. It is separate, so that probes can connect when the limit for clients
 /// is reached.
 const PROBES_MAX: usize = 64;
-/// Maximum time for which a client of the addresses for metrics and health may send nothing. Without it, 64 idle
-/// connections would keep all probes out.
+/// Maximum time without a byte on a connection to an address for metrics and health. Without it, 64 idle connections
+/// would keep all probes out.
 const PROBE_IDLE_TIME_MAX: Duration = Duration::from_secs(20);
+/// Limit of the web page. A browser has up to six connections, which it keeps.
+const PAGES_MAX: usize = 256;
+/// Maximum time without a byte on a connection to the web page. A stream of events sends one every 15 seconds, and other
+/// responses come sooner. HTTP/2's keepalive pings must be less frequent.
+const PAGE_IDLE_TIME_MAX: Duration = Duration::from_secs(90);
 
 static FULL_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
@@ -51,8 +56,9 @@ impl ConnectionLimit {
         Self::new(max)
     }
 
-    pub fn for_probes() -> Self {
-        Self::new(PROBES_MAX)
+    /// The limit of the web page: idle connections are closed, too.
+    pub fn for_pages() -> Self {
+        Self { idle_time_max: Some(PAGE_IDLE_TIME_MAX), ..Self::new(PAGES_MAX) }
     }
 
     /// The limit of an address that serves only probes and metrics: idle connections are closed, too.
@@ -64,7 +70,7 @@ impl ConnectionLimit {
         Self { free: Arc::new(Semaphore::new(max)), max, idle_time_max: None }
     }
 
-    /// Returns the maximum time for which a client may send nothing; `None`: no limit.
+    /// Returns the maximum time without a byte on a connection; `None`: no limit.
     pub(super) fn idle_time_max(&self) -> Option<Duration> {
         self.idle_time_max
     }

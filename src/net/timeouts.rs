@@ -1,5 +1,5 @@
-//! Timeouts of a connection: it is closed if its client sends no request, or reads no bytes. Addresses for probes also
-//! have an idle limit.
+//! Timeouts of a connection: it is closed if its client sends no request, or reads no bytes. Addresses for probes and the
+//! web page also have an idle limit.
 //!
 //! hyper has no timeout for the first bytes of a connection, and none for HTTP/2 connections without requests. HTTP/2's
 //! pings would detect a client that reads nothing, but their default interval is 2 hours, as in etcd.
@@ -16,7 +16,7 @@ use tokio::{
     sync::OwnedSemaphorePermit,
     time::{Instant, Sleep, sleep},
 };
-use tracing::{info, warn};
+use tracing::{debug, warn};
 
 use super::log_limit::LogLimit;
 
@@ -29,7 +29,6 @@ const STALL_TIME_MAX: Duration = Duration::from_secs(60);
 
 static SILENT_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 static STALLED_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
-static IDLE_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
 /// A client's connection with timeouts. It counts towards the limit of connections until it is dropped.
 pub(super) struct TimedConnection<S> {
@@ -45,32 +44,44 @@ struct FirstRequest {
     deadline: Pin<Box<Sleep>>,
 }
 
-/// The time for which a client may send nothing.
+/// The time without a byte in either direction.
 struct Idle {
     time_max: Duration,
     deadline: Pin<Box<Sleep>>,
 }
 
 impl<S> TimedConnection<S> {
-    /// `idle_time_max`: maximum time for which the client may send nothing; `None`: no limit.
+    /// `idle_time_max`: maximum time without a byte in either direction; `None`: no limit.
     pub(super) fn new(inner: S, permit: OwnedSemaphorePermit, idle_time_max: Option<Duration>) -> Self {
         let first_request = FirstRequest { bytes: 0, deadline: Box::pin(sleep(FIRST_REQUEST_TIME_MAX)) };
         let idle = idle_time_max.map(|time_max| Idle { time_max, deadline: Box::pin(sleep(time_max)) });
         Self { inner, first_request: Some(first_request), stall: None, idle, _permit: permit }
     }
 
-    /// Returns an error if the client has sent nothing for too long. `bytes` is the number of bytes that were just read.
-    fn check_idle(&mut self, context: &mut Context<'_>, bytes: usize) -> io::Result<()> {
-        let Some(Idle { time_max, deadline }) = &mut self.idle else { return Ok(()) };
-        if bytes > 0 {
+    /// Restarts the idle time.
+    fn reset_idle(&mut self) {
+        if let Some(Idle { time_max, deadline }) = &mut self.idle {
             deadline.as_mut().reset(Instant::now() + *time_max);
-        } else if deadline.as_mut().poll(context).is_ready() {
-            if let Some(connections) = IDLE_LOG.count() {
-                info!(connections, "closed connections for probes whose clients sent nothing for {time_max:?}");
-            }
-            return Err(timed_out(format!("the client sent nothing within {time_max:?}")));
+        }
+    }
+
+    /// Returns an error if the connection was idle for too long.
+    fn check_idle(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        let Some(Idle { time_max, deadline }) = &mut self.idle else { return Ok(()) };
+        if deadline.as_mut().poll(context).is_ready() {
+            debug!("closed a connection that was idle for {time_max:?}");
+            return Err(timed_out(format!("the connection was idle for {time_max:?}")));
         }
         Ok(())
+    }
+
+    /// Returns the outcome of a write of bytes, as [`TimedConnection::check_stall`] does.
+    fn written(&mut self, context: &mut Context<'_>, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        // A response, or a part of it, is on its way.
+        if matches!(written, Poll::Ready(Ok(1..))) {
+            self.reset_idle();
+        }
+        self.check_stall(context, written)
     }
 
     /// Returns the outcome of a write, or an error if the client has read nothing for [`STALL_TIME_MAX`].
@@ -103,8 +114,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.inner).poll_read(context, buffer);
         let bytes = buffer.filled().len() - before;
-        if bytes > 0 || read.is_pending() {
-            self.check_idle(context, bytes)?;
+        if bytes > 0 {
+            self.reset_idle();
+        } else if read.is_pending() {
+            self.check_idle(context)?;
         }
         let Some(first_request) = &mut self.first_request else { return read };
         first_request.bytes += bytes;
@@ -127,7 +140,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write(context, bytes);
-        self.check_stall(context, written)
+        self.written(context, written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -147,7 +160,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write_vectored(context, buffers);
-        self.check_stall(context, written)
+        self.written(context, written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -194,6 +207,25 @@ mod tests {
         let mut all = Vec::new();
         assert!(server.read_to_end(&mut all).await.is_err());
         assert_eq!((all.len(), began.elapsed().as_secs()), (10 * FIRST_BYTES, (idle_time_max * 11 / 2).as_secs()));
+    }
+
+    /// As a stream of events.
+    #[tokio::test(start_paused = true)]
+    async fn connection_is_not_idle_while_a_response_is_sent() {
+        let idle_time_max = FIRST_REQUEST_TIME_MAX * 2;
+        let (server, mut client) = connection_with(1_000, Some(idle_time_max)).await;
+        client.write_all(b"GET /events HTTP/1.1\r\n\r\n").await.expect("the buffer has space");
+        let (mut reader, mut writer) = tokio::io::split(server);
+        let began = Instant::now();
+        tokio::spawn(async move {
+            for _ in 0..10 {
+                sleep(idle_time_max / 2).await;
+                writer.write_all(b": alive\n\n").await.expect("the buffer has space");
+            }
+            std::future::pending::<()>().await;
+        });
+        assert!(reader.read_to_end(&mut Vec::new()).await.is_err());
+        assert_eq!(began.elapsed().as_secs(), (idle_time_max * 6).as_secs());
     }
 
     #[tokio::test(start_paused = true)]

@@ -13,7 +13,7 @@ pub(super) struct Durations {
     pub request: String,
     pub count: i64,
     pub mean_seconds: f64,
-    /// The quantile 0.99 as in `orlop top`. `None`: the server reports no buckets.
+    /// The quantile 0.99 as in `orlop top`. `None`: above the last bucket.
     pub p99_seconds: Option<f64>,
 }
 
@@ -21,18 +21,19 @@ pub(super) struct Durations {
 pub(super) fn slowest(page: &MetricsPage, count: usize) -> Vec<Durations> {
     let found = Counters::of(page).durations.into_iter().filter(|(_, histogram)| histogram.count > 0.0);
     let mut durations: Vec<Durations> = found.map(durations_of).collect();
-    let key = |durations: &Durations| (durations.p99_seconds, durations.mean_seconds);
+    let key = |durations: &Durations| (durations.p99_seconds.unwrap_or(f64::INFINITY), durations.mean_seconds);
     durations.sort_by(|a, b| key(b).partial_cmp(&key(a)).unwrap_or(std::cmp::Ordering::Equal));
     durations.truncate(count);
     durations
 }
 
 fn durations_of((request, histogram): (String, Histogram)) -> Durations {
+    let counted = histogram.buckets.last().map_or(0.0, |(_, count)| *count);
     Durations {
         request,
         count: histogram.count as i64,
         mean_seconds: histogram.sum / histogram.count,
-        p99_seconds: histogram.quantile(0.99),
+        p99_seconds: histogram.quantile(0.99).filter(|_| counted >= histogram.count * 0.99),
     }
 }
 
@@ -68,7 +69,7 @@ mod tests {
              etcd_server_range_duration_seconds_bucket{success=\"true\",le=\"+Inf\"} 4\n\
              etcd_server_range_duration_seconds_sum{success=\"true\"} 2\n\
              etcd_server_range_duration_seconds_count{success=\"true\"} 4\n";
-        check(basic, &[("KV/Put", 100, 0.1, Some(0.2)), ("KV/Range", 4, 0.5, Some(0.1))]);
+        check(basic, &[("KV/Range", 4, 0.5, None), ("KV/Put", 100, 0.1, Some(0.2))]);
         let extensive = format!(
             "{basic}\
              grpc_server_handling_seconds_bucket{{{status},le=\"0.5\"}} 1\n\
@@ -78,6 +79,6 @@ mod tests {
             status = "grpc_method=\"Status\",grpc_service=\"etcdserverpb.Maintenance\",grpc_type=\"unary\"",
             watch = "grpc_method=\"Watch\",grpc_service=\"etcdserverpb.Watch\",grpc_type=\"bidi_stream\"",
         );
-        check(&extensive, &[("Maintenance/Status", 1, 0.3, Some(0.495)), ("KV/Put", 100, 0.1, Some(0.2))]);
+        check(&extensive, &[("KV/Range", 4, 0.5, None), ("Maintenance/Status", 1, 0.3, Some(0.495))]);
     }
 }

@@ -71,7 +71,7 @@ fn time(unix_seconds: Option<i64>, none: &str, now: SystemTime) -> String {
 fn durations(durations: &Durations) -> String {
     let ms = |seconds: f64| format!("{} ms", (seconds * 100_000.0).round() / 100.0);
     let requests = if durations.count == 1 { "request" } else { "requests" };
-    let p99 = durations.p99_seconds.map_or(UNKNOWN.to_owned(), ms);
+    let p99 = durations.p99_seconds.map_or("above all buckets".to_owned(), ms);
     format!("{}: p99 {p99}, mean {}, {} {requests}", durations.request, ms(durations.mean_seconds), durations.count)
 }
 

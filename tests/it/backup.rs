@@ -193,15 +193,34 @@ async fn interrupted_save_leaves_nothing() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
     server.pause();
-    let mut save = Command::new(orlop_program());
-    save.args(["snapshot", "save", "--endpoints", server.endpoint(), text(home.path())]);
-    let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("orlop is built with the tests");
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let mut save = Command::new(orlop_program());
+        save.args(["snapshot", "save", "--endpoints", server.endpoint(), text(home.path())]);
+        let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("orlop is built with the tests");
+        eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
+        send_signal(save.id().expect("the process runs"), signal);
+        let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains("nothing was saved"), "{signal:?}: {error}");
+        assert_eq!(names(home.path()), BTreeSet::new(), "{signal:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn save_with_nohup_outlives_its_terminal() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("saved.db");
+    server.pause();
+    let mut save = Command::new("nohup");
+    save.arg(orlop_program()).args(["snapshot", "save", "--endpoints", server.endpoint(), text(&file)]);
+    let save = save.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("nohup starts");
     eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
-    send_signal(save.id().expect("the process runs"), Signal::TERM);
+    send_signal(save.id().expect("the process runs"), Signal::HUP);
+    server.resume();
     let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && error.contains("nothing was saved"), "{error}");
-    assert_eq!(names(home.path()), BTreeSet::new());
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(revision(&file).await, 0);
 }
 
 /// Returns the endpoint of a relay that passes the first 50,000 bytes of a server and then closes the connection.

@@ -9,7 +9,8 @@ use orlop_core::{
 };
 use orlop_wire::proto::client::etcdserverpb::{
     LeaseGrantRequest, LeaseKeepAliveRequest, LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest,
-    PutRequest, RangeRequest, WatchCreateRequest, WatchRequest, watch_request::RequestUnion,
+    PutRequest, RangeRequest, RequestOp, TxnRequest, WatchCreateRequest, WatchRequest, request_op::Request,
+    watch_request::RequestUnion,
 };
 use sqlx::{Connection as _, PgConnection};
 use tokio::task::JoinSet;
@@ -17,7 +18,7 @@ use tonic::Code;
 
 use crate::{
     check::{Place, open_log},
-    support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, on_both_backends},
+    support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, http, on_both_backends},
 };
 
 /// The lease that clients renew without pause, so that renewals wait for each other.
@@ -91,6 +92,28 @@ async fn keys_expire_with_the_lease_of_their_last_put(backend: Backend) {
     assert_eq!(gone, [(&b"a"[..], 9), (&b"b"[..], 9), (&b"c"[..], 9)], "in one revision, in the order of the keys");
     let left = client.kv.range(RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }).await;
     assert_eq!(left.expect("a range").into_inner().count, 2);
+}
+
+/// The server reads the keys in several steps and sends them in several chunks.
+async fn all_keys_of_a_lease_are_returned_in_order(backend: Backend) {
+    let Some(server) = Server::under_test(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 1 }).await.expect("a grant");
+    let keys: Vec<String> = (0..5_000).map(|number| format!("{number:0100}")).collect();
+    for keys in keys.rchunks(100) {
+        let puts = keys.iter().map(|key| {
+            let put = PutRequest { key: key.clone().into(), lease: 1, ..Default::default() };
+            RequestOp { request: Some(Request::RequestPut(put)) }
+        });
+        client.kv.txn(TxnRequest { success: puts.collect(), ..Default::default() }).await.expect("keys are put");
+    }
+    assert!(ttl_and_keys(&mut client, 1).await == (600, keys), "all keys, in their order");
+    let json = http(server.endpoint(), "POST", "/v3/lease/timetolive", r#"{"ID": "1", "keys": true}"#).await;
+    let json: serde_json::Value = serde_json::from_str(&json.body).expect("JSON");
+    assert_eq!((json["grantedTTL"].as_str(), json["keys"].as_array().map(Vec::len)), (Some("600"), Some(5_000)));
+    let without_keys = LeaseTimeToLiveRequest { id: 1, keys: false };
+    let answer = client.lease.lease_time_to_live(without_keys).await.expect("a response").into_inner();
+    assert_eq!((answer.granted_ttl, answer.keys.len()), (600, 0));
 }
 
 async fn lease_expires_only_without_renewal(backend: Backend) {
@@ -355,6 +378,7 @@ async fn changes_of_one_append_apply_in_order(backend: Backend) {
 }
 
 on_both_backends!(
+    all_keys_of_a_lease_are_returned_in_order,
     changes_of_one_append_apply_in_order,
     grants_respect_ttl_and_id_limits,
     keys_expire_with_the_lease_of_their_last_put,

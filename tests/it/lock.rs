@@ -9,7 +9,10 @@ use prost::Message as _;
 use tokio::{process::Command, sync::mpsc, task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
-use crate::support::{Backend, Client, DEADLINE, Postgres, Server, eventually, on_both_backends};
+use crate::{
+    outage::put_with_retries,
+    support::{Backend, Client, DEADLINE, Fsync, Postgres, Server, eventually, on_both_backends},
+};
 
 async fn grant(client: &mut Client, id: i64) -> i64 {
     let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id }).await.expect("a lease").into_inner();
@@ -162,6 +165,30 @@ async fn lock_is_shared_by_all_instances() {
     wait_for_keys(&a, "door/", 2).await;
     a.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("the lock is released");
     assert_eq!(held(waiting).await, "door/11");
+}
+
+/// An entry that remains would block the lock as long as its client keeps the lease alive.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn client_that_cancels_during_an_outage_leaves_the_queue() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [0x10, 0x11] {
+        grant(&mut client, id).await;
+    }
+    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
+    let waiting = lock(&client, "door", 0x11);
+    wait_for_keys(&client, "door/", 2).await;
+    postgres.stop();
+    waiting.abort();
+    eventually("a failed attempt", async || {
+        let log = server.log();
+        if log.contains("cannot remove the entry of a cancelled call") { Ok(()) } else { Err(log) }
+    })
+    .await;
+    postgres.start_again().await;
+    put_with_retries(&client, "after").await;
+    wait_for_keys(&client, "door/", 1).await;
 }
 
 fn campaign(client: &Client, name: &str, lease: i64, value: &str) -> JoinHandle<Result<LeaderKey, Status>> {

@@ -11,7 +11,7 @@ use std::{
 
 use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DefragmentRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, StatusRequest,
-    TxnRequest, range_request, request_op::Request,
+    TxnRequest, request_op::Request,
 };
 
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
@@ -264,36 +264,6 @@ async fn read_in_pages(client: &mut Client, keys: usize) {
 
 async fn file_bytes(client: &mut Client) -> i64 {
     client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner().db_size
-}
-
-/// The log reads many rows as one value of SQLite, which has a limit of 1,000,000,000 bytes; if a group of rows is
-/// larger, the log reads it in parts. A list that is sorted by value reads all rows, although it returns only one here.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reads_larger_than_a_sqlite_value_succeed() {
-    if std::env::var_os("CI").is_none() && std::env::var_os("ORLOP_SLOW_TESTS").is_none() {
-        println!("skipped: no ORLOP_SLOW_TESTS, and this writes a gigabyte");
-        return;
-    }
-    const KEYS: u8 = 70;
-    const VALUE_BYTES: usize = 15_000_000;
-    let flags = ["--value-cache-bytes=0", "--max-request-bytes=16000000"];
-    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
-    let mut client = Client::connect(server.endpoint()).await;
-    for n in 0..KEYS {
-        let value = vec![KEYS - n; VALUE_BYTES].into();
-        client.kv.put(PutRequest { key: vec![n].into(), value, ..Default::default() }).await.expect("a put");
-    }
-    let smallest = RangeRequest {
-        key: "\0".into(),
-        range_end: "\0".into(),
-        limit: 1,
-        sort_order: range_request::SortOrder::Ascend.into(),
-        sort_target: range_request::SortTarget::Value.into(),
-        ..Default::default()
-    };
-    let answer = client.kv.range(smallest).await.expect("a range").into_inner();
-    assert_eq!((answer.count, answer.kvs.len()), (i64::from(KEYS), 1));
-    assert_eq!((&*answer.kvs[0].key, answer.kvs[0].value.len()), (&[KEYS - 1][..], VALUE_BYTES));
 }
 
 on_both_backends!(large_store_is_read_in_pages_and_shrinks_after_compaction,);

@@ -380,6 +380,7 @@ fn service_manager_is_notified_of_start_and_stop() {
         .env("NOTIFY_SOCKET", &path)
         .current_dir(home.path())
         .stdout(Stdio::null())
+        .stderr(Stdio::null())
         .spawn()
         .expect("orlop is built with the tests");
     let state = || {

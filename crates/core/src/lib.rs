@@ -10,7 +10,8 @@
 //! ```
 //!
 //! The log is the source of truth. The index and the lease table are caches of the log; each start rebuilds them from the
-//! log, or from a saved index and the part of the log behind it. Only the applier changes the index, and only committed rows reach the applier.
+//! log, or from a saved index and the part of the log behind it. Only the applier changes the index, and only committed
+//! rows reach the applier.
 //!
 //! This crate contains no SQL, no gRPC and no HTTP: a database implements [`log::Log`], and a server calls
 //! [`store::Store`]. In reading order:

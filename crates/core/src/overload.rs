@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | time of a runtime thread | [`Steps`]: long work runs one short step at a time | the work waits for its next step |
 //! | time to read a connection | [`paced`]: after 0.1 ms of reading, the next poll is a step | the connection waits |
-//! | values read for responses | [`ReadMemory`]: bytes not yet sent | the read waits, then fails |
+//! | values, and keys of leases, read for responses | [`ReadMemory`]: bytes not yet sent | the read waits, then fails |
 //! | requests not yet complete | [`PartialRequests`]: bytes received, and a deadline | the request fails |
 //!
 //! Other limits are in other modules: HTTP/2 limits in hyper's builder (`net`), the number of connections and their

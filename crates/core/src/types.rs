@@ -9,6 +9,7 @@ mod rebase;
 
 use std::fmt;
 
+pub(crate) use encoded::held_by;
 pub use encoded::{EncodedEvent, EncodedKv};
 pub use key::{Key, KeyBounds, KeyRange, prefix_end, shown};
 pub use rebase::Rebase;

@@ -38,11 +38,14 @@ const PACKAGES: [(&str, &str); 5] = [
 ];
 
 /// Fields whose content belongs to the message around them: (message, field).
-const INLINE: [(&str, &str); 14] = [
+const INLINE: [(&str, &str); 17] = [
     ("ConfigMapEnvSource", "localObjectReference"),
     ("ConfigMapKeySelector", "localObjectReference"),
     ("ConfigMapProjection", "localObjectReference"),
     ("ConfigMapVolumeSource", "localObjectReference"),
+    ("DeviceAllocationConfiguration", "deviceConfiguration"),
+    ("DeviceClaimConfiguration", "deviceConfiguration"),
+    ("DeviceClassConfiguration", "deviceConfiguration"),
     ("EphemeralContainer", "ephemeralContainerCommon"),
     ("IngressRule", "ingressRuleValue"),
     ("NamedRuleWithOperations", "ruleWithOperations"),

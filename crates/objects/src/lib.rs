@@ -7,6 +7,7 @@
 //! | a Kubernetes object in protobuf (`k8s\0`) | YAML, as `kubectl get -o yaml` shows it |
 //! | a Kubernetes object in JSON, such as a custom resource | YAML |
 //! | another object or array in JSON | JSON with one line for each scalar |
+//! | JSON whose names are not unique, or with a number of more digits than a float has | text |
 //! | a value that Kubernetes has encrypted (`k8s:enc:`) | what encrypted it, and a hex dump |
 //! | UTF-8 | text |
 //! | anything else | a hex dump |
@@ -142,9 +143,9 @@ impl Shown {
             return of_encrypted(value, encrypted);
         }
         if matches!(value.trim_ascii_start().first(), Some(b'{' | b'['))
-            && let Ok(json) = serde_json::from_slice::<Value>(value)
+            && let Some(node) = json::read(value)
         {
-            return of_tree(value, Node::from(json), Vec::new(), view);
+            return of_tree(value, node, Vec::new(), view);
         }
         let form = if is_text(value) { Form::Text } else { Form::Binary };
         if view.secrets == Secrets::Mask && secret::may_contain_secret(&String::from_utf8_lossy(value)) {
@@ -221,8 +222,11 @@ fn in_envelope(value: &[u8], envelope: &Envelope<'_>, view: View) -> Shown {
     if !content_encoding.is_empty() {
         remarks.push(remark(format!("content encoding: {content_encoding}")));
     } else if content_type.starts_with("application/json") {
-        if let Ok(json) = serde_json::from_slice::<Value>(raw) {
-            return with_type(value, envelope, Node::from(json), remarks, view);
+        if let Some(node) = json::read(raw) {
+            return with_type(value, envelope, node, remarks, view);
+        }
+        if view.secrets == Secrets::Mask && secret::may_contain_secret(&String::from_utf8_lossy(raw)) {
+            return concealed(value, form);
         }
     } else if let Some(node) = decoded(envelope, conceal, &mut remarks) {
         return with_type(value, envelope, node, remarks, view);

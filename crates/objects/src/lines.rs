@@ -38,7 +38,8 @@ impl Lines {
             let cut = shown.len() - end;
             shown.truncate(end);
             _ = write!(shown, "… (cut: {cut} bytes)");
-            hidden = Some(Digest::of(text.as_bytes()));
+            let whole = Digest::of(text.as_bytes());
+            hidden = Some(hidden.map_or(whole, |masked| masked.and(whole)));
         }
         self.bytes += shown.len() + 1;
         self.lines.push(Line { text: shown, hidden });
@@ -60,11 +61,11 @@ impl Lines {
 }
 
 /// Reports whether a terminal or an editor could act on a character instead of showing it: control characters, line
-/// separators, and the characters that change the direction of text.
+/// separators, the characters that change the direction of text, and U+FFFE and U+FFFF, which YAML does not allow.
 pub fn is_hazard(c: char) -> bool {
     let direction =
         matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}')
+    c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}')
 }
 
 /// Writes a hazardous character in a form that YAML, too, reads as that character.

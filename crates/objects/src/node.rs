@@ -37,6 +37,11 @@ impl Digest {
         static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
         Self(KEY.hash_one(bytes))
     }
+
+    /// Returns the digest of two values.
+    pub fn and(self, other: Self) -> Self {
+        Self::of([self.0, other.0].map(u64::to_le_bytes).as_flattened())
+    }
 }
 
 impl Masked {

@@ -6,7 +6,10 @@
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 
-use crate::node::{Masked, Node};
+use crate::{
+    json,
+    node::{Masked, Node},
+};
 
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 /// Length of an annotation in bytes from which on it may be a copy of the Secret.
@@ -22,16 +25,25 @@ pub(crate) fn is_secret_kind(kind: &str) -> bool {
 /// Reports whether a value that is no valid object could be a damaged Secret or a manifest of one.
 pub(crate) fn may_contain_secret(text: &str) -> bool {
     let begin = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}');
-    begin.starts_with(['{', '[']) && text.contains("Secret") || is_secret_manifest(text)
+    // In JSON, an escape can stand for any letter.
+    begin.starts_with(['{', '[']) && ["Secret", "\\u"].iter().any(|part| text.contains(part))
+        || is_secret_manifest(text)
 }
 
 /// Reports whether a text contains the key `kind` with a value that begins with `Secret`. YAML allows quotes around both
-/// and blanks between them.
+/// and blanks between them. With an anchor, a tag, an escape or as a block, the value may be any word, so such a text
+/// counts as a Secret if it also has data. Manifests of other kinds, which are written as plain words, do not.
 fn is_secret_manifest(text: &str) -> bool {
     let is_blank_or_quote = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
+    let is_part = |before: &str| before.ends_with(char::is_alphanumeric);
+    let has_data =
+        || ["data", "stringData"].iter().any(|name| text.match_indices(name).any(|(at, _)| !is_part(&text[..at])));
     text.split("kind").skip(1).any(|rest| {
-        let value = rest.trim_start_matches(is_blank_or_quote).strip_prefix(':');
-        value.is_some_and(|value| value.trim_start_matches(is_blank_or_quote).starts_with("Secret"))
+        let Some(value) = rest.trim_start_matches(is_blank_or_quote).strip_prefix(':') else { return false };
+        let value = value.trim_start_matches(is_blank_or_quote);
+        let word = value.split(is_blank_or_quote).next().unwrap_or_default();
+        let is_unusual = word.starts_with(['&', '*', '!', '|', '>']) || word.contains('\\');
+        word.starts_with("Secret") || is_unusual && has_data()
     })
 }
 
@@ -90,8 +102,7 @@ fn mask_annotation(name: &str, value: &mut Node) -> usize {
 /// Masks the values in an annotation with a copy of the Secret as JSON.
 fn mask_copy(copy: &mut Node) -> usize {
     let Some(original) = copy.as_text().map(str::to_owned) else { return mask_value(copy) };
-    let parsed = serde_json::from_str(&original).map(|value: serde_json::Value| Node::from(value));
-    let Ok(mut object @ Node::Map(_)) = parsed else { return mask_value(copy) };
+    let Some(mut object @ Node::Map(_)) = json::read(original.as_bytes()) else { return mask_value(copy) };
     let masked = mask_secret(&mut object);
     let shown = object.to_json().to_string() + if original.ends_with('\n') { "\n" } else { "" };
     *copy = Node::Masked(Masked { shown, ..Masked::new(0, original.as_bytes()) });

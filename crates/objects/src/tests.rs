@@ -1,6 +1,7 @@
 //! Tests of the whole crate: the recorded values of a Kubernetes control plane, masking, differences, hostile bytes.
 
 mod recorded;
+mod secrets;
 
 use std::{collections::BTreeSet, io::Read as _, sync::LazyLock};
 
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::{
     Form, ManagedFields, Secrets, Shown, Style, View, diff,
-    envelope::{Envelope, MAGIC},
+    envelope::MAGIC,
     lines::{TEXT_BYTES_MAX, is_hazard},
     wire::{Fields, WireValue},
 };
@@ -73,16 +74,6 @@ fn object(api_version: &str, kind: &str, raw: &[u8]) -> Vec<u8> {
     [MAGIC, &encode(&[(1, &types), (2, raw), (3, b""), (4, b"")])].concat()
 }
 
-/// Returns a Secret in protobuf with one entry and a copy of itself in an annotation.
-fn secret(password: &str) -> Vec<u8> {
-    let copy = json!({"apiVersion": "v1", "kind": "Secret", "stringData": {"password": password}}).to_string();
-    let annotation =
-        encode(&[(1, b"kubectl.kubernetes.io/last-applied-configuration"), (2, format!("{copy}\n").as_bytes())]);
-    let metadata = encode(&[(1, b"a"), (12, &annotation)]);
-    let entry = encode(&[(1, b"password"), (2, password.as_bytes())]);
-    object("v1", "Secret", &encode(&[(1, &metadata), (2, &entry), (3, b"Opaque")]))
-}
-
 #[track_caller]
 fn check_text(value: &[u8], text: &str) {
     assert_eq!(Shown::of(value, Secrets::Mask).text(), text);
@@ -99,6 +90,15 @@ fn check_bounds(value: &[u8]) {
         assert!(!shown.remarks.iter().any(|remark| remark.contains(hazard)));
         assert!(diff(Some(&shown), Some(&shown), 3).hunks.is_empty());
     }
+}
+
+#[track_caller]
+fn check_object(api_version: &str, kind: &str, raw: &[u8], mut expected: Value) {
+    let shown = Shown::of(&object(api_version, kind, raw), Secrets::Mask);
+    expected["apiVersion"] = api_version.into();
+    expected["kind"] = kind.into();
+    assert_eq!(shown.json, expected);
+    assert_eq!(shown.remarks, Vec::<String>::new());
 }
 
 #[test]
@@ -146,12 +146,33 @@ fn messages_have_the_form_of_their_json() {
             json!({"data": {"spec": {"a": [1]}}, "revision": 7}),
         ),
     ];
-    for (api_version, kind, raw, mut expected) in table {
-        let shown = Shown::of(&object(api_version, kind, &raw), Secrets::Mask);
-        expected["apiVersion"] = api_version.into();
-        expected["kind"] = kind.into();
-        assert_eq!(shown.json, expected);
-        assert_eq!(shown.remarks, Vec::<String>::new());
+    for (api_version, kind, raw, expected) in table {
+        check_object(api_version, kind, &raw, expected);
+    }
+}
+
+#[test]
+fn fields_have_the_names_and_places_of_their_json() {
+    let parameters = encode(&[(1, b"g"), (2, b"Parameters"), (3, b"p")]);
+    let device = encode(&[(1, &encode(&[(1, b"gpu"), (2, &encode(&[(1, br#"{"a":1}"#)]))]))]);
+    let table: [(&str, &str, Vec<u8>, Value); 2] = [
+        (
+            "networking.k8s.io/v1",
+            "IngressClass",
+            encode(&[(2, &encode(&[(2, &parameters)]))]),
+            json!({"spec": {"parameters": {"apiGroup": "g", "kind": "Parameters", "name": "p"}}}),
+        ),
+        (
+            "resource.k8s.io/v1",
+            "ResourceClaim",
+            encode(&[(2, &encode(&[(1, &encode(&[(3, &encode(&[(1, b"r"), (2, &device)]))]))]))]),
+            json!({"spec": {"devices": {"config": [
+                {"requests": ["r"], "opaque": {"driver": "gpu", "parameters": {"a": 1}}}
+            ]}}}),
+        ),
+    ];
+    for (api_version, kind, raw, expected) in table {
+        check_object(api_version, kind, &raw, expected);
     }
 }
 
@@ -245,6 +266,23 @@ fn forms_are_recognised() {
 }
 
 #[test]
+fn json_that_would_read_back_as_something_else_is_shown_as_it_is() {
+    for (value, form) in [
+        (r#"{"id":100000000000000000001}"#, Form::Text),
+        (r#"[0.1000000000000000055511151231257827]"#, Form::Text),
+        (r#"{"a":1,"a":2}"#, Form::Text),
+        (r#"{"a":[{"b":{},"b":{}}]}"#, Form::Text),
+        (r#"{"apiVersion":"a","kind":"K","kind":"L"}"#, Form::Text),
+        (r#"[18446744073709551615,-9223372036854775808,1.10,1e2,12E-3,0.0010,-0,0e5]"#, Form::Json),
+        (r#"{"a":{"b":1,"a":":\\\":1e400"},"c":[{"b":1},{"b":"100000000000000000001"}]}"#, Form::Json),
+    ] {
+        let shown = Shown::of(value.as_bytes(), Secrets::Mask);
+        assert_eq!(shown.form, form, "{value}");
+        assert!(form == Form::Json || shown.text() == format!("{value}\n"), "{}", shown.text());
+    }
+}
+
+#[test]
 fn texts_in_yaml_are_quoted_as_needed() {
     let table = [
         ("plain", "plain"),
@@ -256,6 +294,11 @@ fn texts_in_yaml_are_quoted_as_needed() {
         ("1", "\"1\""),
         ("1e3", "\"1e3\""),
         ("0x1f", "\"0x1f\""),
+        ("0X1F", "\"0X1F\""),
+        ("-0B1", "\"-0B1\""),
+        ("0O7", "\"0O7\""),
+        ("0x1f \"a\" \\n", "\"0x1f \\\"a\\\" \\\\n\""),
+        ("2024-01-02: \"a\\b\"", "\"2024-01-02: \\\"a\\\\b\\\"\""),
         ("1:30", "\"1:30\""),
         ("yes", "\"yes\""),
         ("Null", "\"Null\""),
@@ -266,6 +309,8 @@ fn texts_in_yaml_are_quoted_as_needed() {
         ("a #b", "'a #b'"),
         ("it's: ", "'it''s: '"),
         ("- a", "'- a'"),
+        ("? a", "'? a'"),
+        ("?\ta", "\"?\\ta\""),
         ("---", "'---'"),
         ("a\nb", "|-\n  a\n  b"),
         ("a\n\n b\n", "|\n  a\n\n   b"),
@@ -273,110 +318,12 @@ fn texts_in_yaml_are_quoted_as_needed() {
         (" a\nb", "\" a\\nb\""),
         ("a\tb\n\u{1b}", "\"a\\tb\\n\\x1b\""),
         ("\u{202e}", "\"\\u202e\""),
+        ("\u{fffe}\u{ffff}", "\"\\ufffe\\uffff\""),
     ];
     for (text, yaml) in table {
         let value = json!({"apiVersion": "a", "kind": "K", "z": text}).to_string();
         check_text(value.as_bytes(), &format!("apiVersion: a\nkind: K\nz: {yaml}\n"));
     }
-}
-
-const HIDDEN: &str = "hunter2-and-more";
-
-/// Secrets in all the forms in which they are stored, whole and damaged.
-fn secrets() -> Vec<Vec<u8>> {
-    let base64 = BASE64_STANDARD.encode(HIDDEN);
-    let stored = secret(HIDDEN);
-    let json = json!({"apiVersion": "v1", "kind": "Secret", "data": {"a": base64}, "stringData": {"b": HIDDEN}});
-    let list = json!({"apiVersion": "v1", "kind": "List", "items": [json]});
-    let secret_list = json!({"apiVersion": "v1", "kind": "SecretList", "items": [{"data": {"a": base64}}]});
-    let odd = json!({"apiVersion": "v1", "kind": "Secret", "data": [base64], "stringData": HIDDEN});
-    let copy = "kubectl.kubernetes.io/last-applied-configuration";
-    let odd_copy = json!({"kind": "Secret", "metadata": {"annotations": {copy: format!("data: {HIDDEN}")}}});
-    let other_copy = json!({"kind": "Secret", "metadata": {"annotations": {
-        "kapp.k14s.io/original": json.to_string(),
-        "kapp.k14s.io/original-diff": format!("- type: test\n  path: /data\n  value:\n    password: {base64}\n"),
-    }}});
-    let raw = Envelope::of(&stored[4..]).raw.to_vec();
-    let listed = json!({"apiVersion": "v1", "kind": "List", "items": [BASE64_STANDARD.encode(&stored)]});
-    let text = |value: &Value| value.to_string().into_bytes();
-    let mut all = vec![
-        stored.clone(),
-        object("v2", "Secret", &raw),
-        object("v1", "Secret", &[&raw[..], &[0xff, 1, 2]].concat()),
-        object("v1", "Secret", &encode(&[(2, HIDDEN.as_bytes()), (1, HIDDEN.as_bytes()), (9, HIDDEN.as_bytes())])),
-        [MAGIC, &encode(&[(2, &raw)])].concat(),
-        text(&json),
-        text(&list),
-        text(&secret_list),
-        text(&odd),
-        text(&odd_copy),
-        text(&other_copy),
-        text(&listed),
-        format!("\u{feff}{json}").into_bytes(),
-        [text(&json), vec![0xff]].concat(),
-    ];
-    let kinds = [
-        "kind: Secret",
-        "kind:  Secret",
-        "kind:\tSecret",
-        "kind : \"Secret\"",
-        "kind: 'Secret'",
-        "\"kind\": \"Secret\"",
-        "'kind':\n  Secret",
-    ];
-    all.extend(kinds.map(|kind| format!("apiVersion: v1\n{kind}\nstringData:\n  a: {HIDDEN}\n").into_bytes()));
-    all.extend((4..stored.len()).map(|end| stored[..end].to_vec()));
-    let json = text(&json);
-    all.extend((json.len() - 20..json.len()).map(|end| json[..end].to_vec()));
-    all
-}
-
-#[test]
-fn data_of_secrets_is_masked_in_every_form() {
-    let leaks = [HIDDEN.to_owned(), BASE64_STANDARD.encode(HIDDEN), crate::hex::spaced(HIDDEN.as_bytes())];
-    for value in secrets() {
-        let masked = Shown::of(&value, Secrets::Mask);
-        let output = format!("{}{}{masked:?}", masked.text(), masked.json);
-        assert!(!leaks.iter().any(|leak| output.contains(&leak[..8])), "{}\n{output}", value.escape_ascii());
-    }
-    for value in secrets().iter().take(10) {
-        let masked = Shown::of(value, Secrets::Mask);
-        assert!(masked.masked > 0, "{}", masked.text());
-    }
-}
-
-#[test]
-fn short_annotations_of_secrets_are_shown() {
-    let annotations = json!({"kubernetes.io/service-account.name": "default", "small": "{}"});
-    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"annotations": annotations}}).to_string();
-    let shown = Shown::of(secret.as_bytes(), Secrets::Mask);
-    let shown = &shown.json["metadata"]["annotations"];
-    assert_eq!(*shown, json!({"kubernetes.io/service-account.name": "default", "small": "<masked: 2 bytes>"}));
-}
-
-#[test]
-fn masks_tell_the_length_and_changes() {
-    let show = |password: &str, secrets| Shown::of(&secret(password), secrets);
-    let (old, new) = (show("abc", Secrets::Mask), show("xyz", Secrets::Mask));
-    assert_eq!(old.json["data"], json!({"password": "<masked: 3 bytes>"}));
-    assert_eq!(old.masked, 2);
-    let copy = r#"{"apiVersion":"v1","kind":"Secret","stringData":{"password":"<masked: 3 bytes>"}}"#;
-    assert_eq!(
-        old.json["metadata"]["annotations"]["kubectl.kubernetes.io/last-applied-configuration"],
-        format!("{copy}\n")
-    );
-    assert_eq!(old.text(), new.text());
-    let change = diff(Some(&old), Some(&new), 0);
-    assert_eq!(change.counts(), (2, 2), "{}", change.render(Style::Plain));
-    assert!(
-        change
-            .hunks
-            .iter()
-            .flat_map(|hunk| &hunk.lines)
-            .all(|line| line.hidden_change == (line.change == crate::Change::Added))
-    );
-    assert!(diff(Some(&old), Some(&show("abc", Secrets::Mask)), 3).hunks.is_empty());
-    assert_eq!(show("abc", Secrets::Show).json["data"], json!({"password": "YWJj"}));
 }
 
 #[test]

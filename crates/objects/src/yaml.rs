@@ -98,14 +98,10 @@ fn literal(out: &mut Lines, lead: &str, text: &str, depth: usize) {
 
 /// Returns a text as a scalar: plain if it reads back as the same text, otherwise in single or double quotes.
 fn quoted(text: &str) -> String {
-    if text.contains(is_hazard) {
-        return double_quoted(text);
-    }
-    if is_plain(text) && !is_other_type(text) {
-        return text.to_owned();
-    }
-    if text.is_empty() || is_other_type(text) {
-        format!("\"{text}\"")
+    if text.contains(is_hazard) || is_other_type(text) {
+        double_quoted(text)
+    } else if is_plain(text) {
+        text.to_owned()
     } else {
         format!("'{}'", text.replace('\'', "''"))
     }
@@ -132,7 +128,7 @@ fn is_other_type(text: &str) -> bool {
     if !digits.starts_with(|c: char| c.is_ascii_digit()) {
         return digits.eq_ignore_ascii_case("inf");
     }
-    let prefixed = ["0x", "0o", "0b"].iter().any(|prefix| digits.starts_with(prefix));
+    let prefixed = matches!(digits.as_bytes(), [b'0', b'x' | b'X' | b'o' | b'O' | b'b' | b'B', ..]);
     let date = matches!(digits.as_bytes(), [a, b, c, d, b'-', ..] if [a, b, c, d].iter().all(|c| c.is_ascii_digit()));
     let base_60 = digits.contains(':') && digits.chars().all(|c| c.is_ascii_digit() || matches!(c, ':' | '.' | '_'));
     prefixed || date || base_60 || text.replace('_', "").parse::<f64>().is_ok()

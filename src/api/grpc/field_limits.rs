@@ -51,6 +51,8 @@ impl LimitedFields for pb::RangeRequest {}
 impl LimitedFields for pb::PutRequest {}
 impl LimitedFields for pb::DeleteRangeRequest {}
 impl LimitedFields for pb::CompactionRequest {}
+impl LimitedFields for pb::LeaseTimeToLiveRequest {}
+impl LimitedFields for pb::LeaseLeasesRequest {}
 
 impl LimitedFields for pb::TxnRequest {
     /// Checks any request that is long enough to exceed the limit of operations, which is checked nowhere else.

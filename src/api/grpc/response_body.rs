@@ -24,6 +24,7 @@ use tonic::Status;
 use tracing::warn;
 
 use super::frame::FRAME_HEADER_BYTES;
+use orlop_core::overload::ReadMemory;
 use orlop_wire::proto::server::etcdserverpb::{self as pb, response_op::Response};
 
 /// Maximum size of a response that is sent in one frame. It is also the number of bytes that are buffered for each
@@ -42,7 +43,7 @@ const OP_BYTES_MIN: usize = 64 << 10;
 /// A part of an encoded message.
 pub enum Segment {
     Encoded(Bytes),
-    /// A repeated field of pairs, without their tags and lengths.
+    /// A repeated field of pairs or keys, without their tags and lengths.
     Pairs {
         tag: u32,
         pairs: VecDeque<Bytes>,
@@ -100,6 +101,14 @@ impl IntoSegments for pb::DeleteRangeResponse {
     }
 }
 
+impl IntoSegments for pb::LeaseTimeToLiveResponse {
+    fn into_segments(mut self, segments: &mut Segments) {
+        let keys = std::mem::take(&mut self.keys);
+        segments.fields(&self);
+        segments.pairs(5, keys);
+    }
+}
+
 impl IntoSegments for pb::TxnResponse {
     fn into_segments(mut self, segments: &mut Segments) {
         let responses = std::mem::take(&mut self.responses);
@@ -142,7 +151,7 @@ macro_rules! encode_as_one_segment {
     };
 }
 
-encode_as_one_segment!(pb::PutResponse, pb::CompactionResponse);
+encode_as_one_segment!(pb::PutResponse, pb::CompactionResponse, pb::LeaseLeasesResponse);
 
 /// The body of a successful response.
 pub struct ResponseBody {
@@ -189,6 +198,20 @@ impl ResponseBody {
             Content::in_chunks(segments.finish())
         };
         Ok(Self { content, trailers_sent: false })
+    }
+
+    /// Counts the encoded fields of a response in chunks until they are sent. Pairs and keys are counted by the store.
+    pub fn counted(self, memory: &ReadMemory) -> Self {
+        if let Content::Chunked { pending, .. } = &self.content {
+            let mut pending = pending.lock();
+            for segment in &mut pending.segments {
+                if let Segment::Encoded(fields) = segment {
+                    let bytes = fields.len();
+                    *fields = memory.hold(std::mem::take(fields), bytes);
+                }
+            }
+        }
+        self
     }
 }
 
@@ -390,6 +413,17 @@ mod tests {
         }
     }
 
+    #[test]
+    fn list_of_leases_counts_until_it_is_sent() {
+        let memory = ReadMemory::new(0);
+        let leases = vec![pb::LeaseStatus { id: i64::MAX }; 10_000];
+        let body = body(pb::LeaseLeasesResponse { leases, ..Default::default() }).counted(&memory);
+        assert!(memory.bytes() > 100_000, "{} bytes", memory.bytes());
+        let (chunks, bytes) = drain(body);
+        assert!(chunks > 1, "{} bytes", bytes.len());
+        assert_eq!(memory.bytes(), 0);
+    }
+
     /// Copies would not count in the memory of reads.
     #[test]
     fn long_pairs_are_sent_in_slices_without_a_copy() {
@@ -423,5 +457,15 @@ mod tests {
         let nested = || txn(vec![Response::ResponseRange(range(3, 10)), Response::ResponseRange(range(2000, 1000))]);
         check(nested(), true);
         check(txn(vec![Response::ResponseTxn(nested()), Response::ResponsePut(pb::PutResponse::default())]), true);
+        let lease = |keys: usize| pb::LeaseTimeToLiveResponse {
+            header: range(0, 0).header,
+            id: -7,
+            ttl: 9,
+            granted_ttl: 10,
+            keys: range(keys, 100).kvs,
+        };
+        check(lease(0), false);
+        check(lease(3), false);
+        check(lease(3000), true);
     }
 }

@@ -14,7 +14,7 @@ use tonic::{Status, body::Body};
 use super::{
     field_limits::LimitedFields,
     frame::{FRAME_HEADER_BYTES, message_len},
-    response_body::{IntoSegments, ResponseBody},
+    response_body::ResponseBody,
 };
 use crate::api::Settings;
 
@@ -36,13 +36,16 @@ impl<B> RequestBody for B where
 {
 }
 
-/// Reads the request message of a unary call.
+/// Reads the request message of a unary call, which has at most `message_bytes_max` bytes.
 ///
 /// # Errors
 ///
 /// If the stream fails, or the message is too long, has too many fields or cannot be decoded.
-pub async fn request<M: LimitedFields>(body: impl RequestBody, settings: &Settings) -> Result<M, Status> {
-    let message_bytes_max = settings.max_message_bytes();
+pub async fn request<M: LimitedFields>(
+    body: impl RequestBody,
+    settings: &Settings,
+    message_bytes_max: usize,
+) -> Result<M, Status> {
     let mut body = pin!(body);
     let mut received = Received::default();
     let wanted = loop {
@@ -128,8 +131,8 @@ impl Received {
     }
 }
 
-pub fn respond<M: IntoSegments>(outcome: Result<M, Status>) -> Response {
-    Ok(match outcome.and_then(ResponseBody::new) {
+pub fn respond(outcome: Result<ResponseBody, Status>) -> Response {
+    Ok(match outcome {
         Ok(body) => grpc_response(Body::new(body)),
         Err(status) => status.into_http(),
     })

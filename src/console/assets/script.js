@@ -10,18 +10,20 @@
     if (status && status.textContent !== text) status.textContent = text;
   };
 
-  // The positions of scrolled tables survive a refresh.
+  // What a person can focus: links but those of treemaps, which the tables repeat, and tables that scroll.
+  const focusable = (part) => [...part.querySelectorAll('a:not([tabindex="-1"]), .scroll')];
+  const nameOf = (element) => element.getAttribute("href") || element.getAttribute("aria-label");
+
+  // The positions of scrolled tables and the focus survive a refresh. Rows move, so a link is found by its address.
   const replace = (part, text) => {
     const positions = [...part.querySelectorAll(".scroll")].map((table) => [table.scrollLeft, table.scrollTop]);
-    const focused = [...part.querySelectorAll("a, .scroll")].indexOf(document.activeElement);
+    const focused = focusable(part).find((element) => element === document.activeElement);
     part.innerHTML = text;
     [...part.querySelectorAll(".scroll")].forEach((table, at) => {
       if (positions[at]) [table.scrollLeft, table.scrollTop] = positions[at];
     });
-    if (focused >= 0) {
-      const target = [...part.querySelectorAll("a, .scroll")][focused];
-      if (target) target.focus({ preventScroll: true });
-    }
+    const target = focused && focusable(part).find((element) => nameOf(element) === nameOf(focused));
+    if (target) target.focus({ preventScroll: true });
   };
 
   const pauseButton = (changed) => {
@@ -39,6 +41,7 @@
 
   const live = (part) => {
     const isPaused = pauseButton((paused) => say(paused ? "Paused" : "Live"));
+    let shown = null;
     const refresh = async () => {
       if (document.hidden || isPaused()) return true;
       try {
@@ -47,8 +50,11 @@
           location.reload();
           return false;
         }
-        replace(part, await response.text());
-        say("Live");
+        const text = await response.text();
+        // A failure is an alert, which would be read aloud each time that it is inserted.
+        if (text !== shown) replace(part, text);
+        shown = text;
+        say(response.ok ? "Live" : "");
       } catch (error) {
         say("The page does not answer.");
       }
@@ -66,32 +72,47 @@
   const events = (part) => {
     const rows = part.querySelector("tbody");
     let source = null;
+    // The revision up to which changes were received.
+    let revision = "";
+    const close = () => {
+      if (source) source.close();
+      source = null;
+    };
     const open = () => {
-      source = new EventSource(part.dataset.events);
+      source = new EventSource(part.dataset.events + (revision && "&after=" + revision));
       source.addEventListener("open", () => say("Waiting for events"));
+      source.addEventListener("begin", (message) => {
+        revision = message.lastEventId;
+      });
       source.addEventListener("rows", (message) => {
+        revision = message.lastEventId;
         rows.insertAdjacentHTML("afterbegin", message.data);
         while (rows.rows.length > EVENT_ROWS_MAX) rows.deleteRow(-1);
         say("Receiving events");
       });
       source.addEventListener("failed", (message) => {
-        source.close();
+        close();
         say("The watch has ended: " + new DOMParser().parseFromString(message.data, "text/html").body.textContent);
       });
-      source.addEventListener("error", () => {
-        say(source.readyState === EventSource.CLOSED ? "Events cannot be read. Load the page again." : "Connecting");
+      source.addEventListener("error", (error) => {
+        say(error.target.readyState === EventSource.CLOSED ? "Events cannot be read. Load the page again." : "Connecting");
       });
     };
-    pauseButton((paused) => {
-      if (paused) {
-        source.close();
+    // A browser has six connections to a site, so a page that nobody sees must not keep one.
+    const update = () => {
+      if (isPaused() || document.hidden) {
+        close();
         say("Paused");
-      } else {
+      } else if (!source) {
         open();
       }
-    });
-    open();
-    window.addEventListener("pagehide", () => source.close());
+    };
+    const isPaused = pauseButton(update);
+    update();
+    document.addEventListener("visibilitychange", update);
+    window.addEventListener("pagehide", close);
+    // Also when the browser shows the page again as it was left.
+    window.addEventListener("pageshow", update);
   };
 
   const part = document.querySelector("[data-live]");

@@ -4,7 +4,7 @@ use axum::{body::Bytes, response::Response};
 use maud::{Markup, html};
 use orlop_objects::{Change, Diff, Hunk, Shown, diff};
 
-use super::{LINES_MAX, Tab, Visit, key_link, path, secrets_link, secrets_parameter, shown};
+use super::{Space, Tab, Visit, names, secrets_link, secrets_parameter, shown};
 use crate::{
     console::{
         backend::{Failure, pair},
@@ -16,20 +16,20 @@ use crate::{
 /// Number of unchanged lines around a change.
 const CONTEXT_LINES: usize = 3;
 
-pub(in crate::console) async fn page(visit: Visit) -> Response {
-    let content = content(&visit).await;
+pub(in crate::console) async fn page(mut visit: Visit) -> Response {
+    let content = content(&mut visit).await;
     let title = format!("Difference of {}", shown_key(&visit.query.bytes("key")));
     visit.page(Tab::Keys, &title, content)
 }
 
-async fn content(visit: &Visit) -> Result<Markup, Failure> {
+async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     let key = visit.query.bytes("key");
     let (from, to) = (visit.query.number("from"), visit.query.number("to"));
     if key.is_empty() || from == 0 || to == 0 {
         return Err(Failure::Invalid("choose an old and a new version".to_owned()));
     }
     let (from, to) = (from.min(to), from.max(to));
-    let _values = visit.console.value_pages.begin().await?;
+    visit.begin_large().await?;
     let client = &visit.visitor.client;
     let (old, new) = (pair(client, &key, from).await?, pair(client, &key, to).await?);
     let secrets = visit.secrets();
@@ -38,9 +38,9 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let place = format!("/diff?key={}&from={from}&to={to}", encoded(&key));
     let put_back = format!("/put-back?key={}&revision={from}{}", encoded(&key), secrets_parameter(secrets));
     Ok(html! {
-        (path("/keys", &key))
+        (names::path("/keys", &key))
         h1 { "Revision " (from) " and revision " (to) }
-        p { (key_link(&key)) }
+        p { (names::key_link(&key)) }
         div.head {
             @if has_old { a.button href=(put_back) { "Put revision " (from) " back" } }
             @if changes.is_masked || secrets == orlop_objects::Secrets::Show { (secrets_link(&place, secrets)) }
@@ -59,14 +59,14 @@ pub(super) struct Changes {
 /// Compares two values of a key; `None`: the key does not exist.
 pub(super) async fn compare(visit: &Visit, old: Option<Bytes>, new: Option<Bytes>) -> Result<Changes, Failure> {
     let secrets = visit.secrets();
-    let bytes: usize = [&old, &new].into_iter().flatten().map(Bytes::len).sum();
     let work = move || {
         let view = |value: &Option<Bytes>| value.as_ref().map(|value| shown(value, secrets));
         let (old, new) = (view(&old), view(&new));
         let is_masked = [&old, &new].into_iter().flatten().any(|shown| shown.masked > 0);
         Changes { markup: difference(old.as_ref(), new.as_ref()), is_masked }
     };
-    visit.console.renderer.run(bytes, work).await
+    // Also short values can have many lines, and the search for their smallest difference takes long.
+    visit.console.renderer.run_elsewhere(work).await
 }
 
 /// Returns the changed lines from `old` to `new`; `None`: the key does not exist.
@@ -89,24 +89,26 @@ fn difference(old: Option<&Shown>, new: Option<&Shown>) -> Markup {
 }
 
 fn hunks(found: &Diff) -> Markup {
-    let lines: usize = found.hunks.iter().map(|hunk| hunk.lines.len()).sum();
-    let mut left = LINES_MAX;
+    let mut space = Space::new();
+    let mut rest = 0;
     html! {
         div.diff tabindex="0" role="region" aria-label="Difference" {
             @for found in &found.hunks {
-                @if left > 0 { (hunk(found, left)) }
-                @let () = left = left.saturating_sub(found.lines.len());
+                @let lines = found.lines.iter().take_while(|line| space.take(&line.text)).count();
+                @if lines > 0 { (hunk(found, lines)) }
+                @let () = rest += found.lines.len() - lines;
             }
         }
-        @if lines > LINES_MAX { p.muted { (lines - LINES_MAX) " more lines are not shown." } }
+        @if rest > 0 { p.muted { (rest) " more lines are not shown." } }
     }
 }
 
-fn hunk(hunk: &Hunk, lines_max: usize) -> Markup {
+/// Returns the first lines of a hunk.
+fn hunk(hunk: &Hunk, lines_shown: usize) -> Markup {
     let Hunk { old_start, old_lines, new_start, new_lines, lines } = hunk;
     html! {
         div.place { "@@ -" (old_start) "," (old_lines) " +" (new_start) "," (new_lines) " @@" }
-        @for line in lines.iter().take(lines_max) {
+        @for line in lines.iter().take(lines_shown) {
             @match line.change {
                 Change::Same => div { "  " (line.text) },
                 Change::Removed => del { "- " (line.text) },

@@ -4,13 +4,14 @@ use axum::response::Response;
 use maud::{Markup, html};
 use orlop_client::Client;
 
-use super::{Tab, Visit, path, prefix_field};
-use crate::{
-    console::{
-        backend::{Failure, Name, Names, names},
-        query::encoded,
-    },
-    text::shown_key,
+use super::{
+    Tab, Visit,
+    names::{LINKED_BYTES_MAX, link, name, path},
+    prefix_field,
+};
+use crate::console::{
+    backend::{Failure, Name, Names, names},
+    query::encoded,
 };
 
 /// Number of names on a page.
@@ -20,12 +21,13 @@ const SKIPPED_MAX: usize = 4;
 /// Only on pages with at most this number of names, because each needs a request.
 const SKIPPING_NAMES_MAX: usize = 8;
 
-pub(in crate::console) async fn page(visit: Visit) -> Response {
-    let content = content(&visit).await;
+pub(in crate::console) async fn page(mut visit: Visit) -> Response {
+    let content = content(&mut visit).await;
     visit.page(Tab::Keys, "Keys", content)
 }
 
-async fn content(visit: &Visit) -> Result<Markup, Failure> {
+async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
+    visit.begin_large().await?;
     let (typed, after) = (visit.query.bytes("prefix"), visit.query.bytes("after"));
     let client = &visit.visitor.client;
     let mut prefix = typed.clone();
@@ -70,15 +72,12 @@ fn list(prefix: &[u8], after: &[u8], page: &Names) -> Markup {
             p { "There are no keys " @if !after.is_empty() { "after this one " } "with this prefix." }
         } @else {
             ul.names {
-                @for name in &page.names {
-                    li {
-                        @let text = shown_key(&name.name[prefix.len().min(name.name.len())..]);
-                        @let text = if text.is_empty() { "(the prefix itself)".to_owned() } else { text };
-                        @if name.is_prefix {
-                            a.key.folder href=(format!("/keys?prefix={}", encoded(&name.name))) { (text) }
-                        } @else {
-                            a.key href=(format!("/key?key={}", encoded(&name.name))) { (text) }
-                        }
+                @for child in &page.names {
+                    li class=[child.is_prefix.then_some("folder")] {
+                        @let below = &child.name[prefix.len().min(child.name.len())..];
+                        @let text = if below.is_empty() { html! { "(the prefix itself)" } } else { name(below) };
+                        @let place = if child.is_prefix { "/keys?prefix=" } else { "/key?key=" };
+                        (link(place, &child.name, &text))
                     }
                 }
             }
@@ -88,8 +87,12 @@ fn list(prefix: &[u8], after: &[u8], page: &Names) -> Markup {
                 a.button href=(format!("/keys?prefix={}", encoded(prefix))) { "First page" }
             }
             @if let Some(last) = page.names.last().filter(|_| page.more) {
-                a.button rel="next" href=(format!("/keys?prefix={}&after={}", encoded(prefix), encoded(&last.name))) {
-                    "Next page"
+                @if prefix.len() + last.name.len() <= LINKED_BYTES_MAX {
+                    a.button rel="next" href=(format!("/keys?prefix={}&after={}", encoded(prefix), encoded(&last.name))) {
+                        "Next page"
+                    }
+                } @else {
+                    p.muted { "There are more names. The last one is too long for a link to them: search for a longer prefix." }
                 }
             }
         }

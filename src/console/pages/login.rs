@@ -6,7 +6,7 @@ use maud::html;
 use orlop_objects::escaped;
 
 use super::{Frame, Visit};
-use crate::console::{backend::LogInError, query::Query, server::Console};
+use crate::console::{backend::LogInError, query::Query, server::Console, session::Access};
 
 /// What the form says.
 pub(in crate::console) enum Notice {
@@ -48,11 +48,11 @@ pub(in crate::console) fn form(
         }
     };
     let frame = Frame { tab: None, title: "Log in", endpoint: &console.backend.endpoint(), user: None };
-    frame.respond(status, form, content)
+    frame.respond(status, form, content, None)
 }
 
 pub(in crate::console) async fn page(State(console): State<Console>, headers: HeaderMap, query: Query) -> Response {
-    match console.visitor(&headers).await {
+    match console.visitor(&headers, Access::Use).await {
         Ok(_) => redirect("/", None),
         Err(_) => form(&console, &headers, StatusCode::OK, local(&query.text("next")), Notice::None),
     }

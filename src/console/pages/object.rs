@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use orlop_objects::{Form, Secrets, Shown};
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{LINES_MAX, Tab, Visit, bytes, key_field, path, secrets_link, secrets_parameter, shown, time};
+use super::{Space, Tab, Visit, bytes, key_field, names, secrets_link, secrets_parameter, shown, time};
 use crate::{
     console::{
         backend::{Failure, Timeline, Version, pair, timeline},
@@ -17,19 +17,19 @@ use crate::{
 /// Number of versions on a page.
 const VERSIONS_MAX: usize = 50;
 
-pub(in crate::console) async fn page(visit: Visit) -> Response {
-    let content = content(&visit).await;
+pub(in crate::console) async fn page(mut visit: Visit) -> Response {
+    let content = content(&mut visit).await;
     let key = visit.query.bytes("key");
     visit.page(Tab::Keys, &shown_key(&key), content)
 }
 
-async fn content(visit: &Visit) -> Result<Markup, Failure> {
+async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     let key = visit.query.bytes("key");
     let (revision, before) = (visit.query.number("revision"), visit.query.number("before"));
     if key.is_empty() {
         return Err(Failure::Invalid("there is no key".to_owned()));
     }
-    let _values = visit.console.value_pages.begin().await?;
+    visit.begin_large().await?;
     let client = &visit.visitor.client;
     let newest = pair(client, &key, 0).await?;
     let found = if revision == 0 { newest.clone() } else { pair(client, &key, revision).await? };
@@ -49,8 +49,8 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
         None => None,
     };
     Ok(html! {
-        (path("/keys", &key))
-        h1.key { (shown_key(&key)) }
+        (names::path("/keys", &key))
+        h1.key { (names::name(&key)) }
         @if written > 0 {
             p.success role="status" { "The version was put back, at revision " (written) "." }
         }
@@ -104,12 +104,15 @@ fn form(value: &Shown) -> String {
 }
 
 fn lines(value: &Shown) -> Markup {
-    let mut text = String::new();
-    for line in value.lines().take(LINES_MAX) {
-        text.push_str(line);
-        text.push('\n');
+    let (mut text, mut space, mut rest) = (String::new(), Space::new(), 0);
+    for line in value.lines() {
+        if space.take(line) {
+            text.push_str(line);
+            text.push('\n');
+        } else {
+            rest += 1;
+        }
     }
-    let rest = value.lines().count().saturating_sub(LINES_MAX);
     html! {
         // The first line break of a pre is not shown.
         pre.value tabindex="0" aria-label="Value" { "\n" (text) }
@@ -171,8 +174,14 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
     html! {
         li {
             span.choice {
-                label { input type="radio" name="from" value=(read_at) checked[at == 1]; " old" }
-                label { input type="radio" name="to" value=(read_at) checked[at == 0]; " new" }
+                label {
+                    input type="radio" name="from" value=(read_at) checked[at == 1]; " old"
+                    span.hidden { " revision " (revision) }
+                }
+                label {
+                    input type="radio" name="to" value=(read_at) checked[at == 0]; " new"
+                    span.hidden { " revision " (revision) }
+                }
             }
             span class=(format!("badge {what}")) { (what) }
             " revision " (revision) " "

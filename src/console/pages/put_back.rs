@@ -6,7 +6,7 @@ use maud::{Markup, html};
 use orlop_objects::Secrets;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{Tab, Visit, diff::compare, key_field, key_link, login::redirect, path, secrets_link, secrets_parameter};
+use super::{Tab, Visit, diff::compare, key_field, login::redirect, names, secrets_link, secrets_parameter};
 use crate::{
     console::{
         backend::{Failure, Written, pair, put_if},
@@ -17,14 +17,14 @@ use crate::{
 
 const TITLE: &str = "Put back";
 
-pub(in crate::console) async fn page(visit: Visit) -> Response {
-    let content = content(&visit).await;
+pub(in crate::console) async fn page(mut visit: Visit) -> Response {
+    let content = content(&mut visit).await;
     visit.page(Tab::Keys, TITLE, content)
 }
 
-async fn content(visit: &Visit) -> Result<Markup, Failure> {
+async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     let (key, revision) = (visit.query.bytes("key"), visit.query.number("revision"));
-    let _values = visit.console.value_pages.begin().await?;
+    visit.begin_large().await?;
     let version = version(visit, &key, revision).await?;
     let newest = pair(&visit.visitor.client, &key, 0).await?;
     let secrets = visit.secrets();
@@ -32,9 +32,9 @@ async fn content(visit: &Visit) -> Result<Markup, Failure> {
     let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
     let changes = compare(visit, newest.as_ref().map(|kv| kv.value.clone()), Some(version.value)).await?;
     Ok(html! {
-        (path("/keys", &key))
+        (names::path("/keys", &key))
         h1 { "Put revision " (revision) " back?" }
-        p { (key_link(&key)) }
+        p { (names::key_link(&key)) }
         @match &newest {
             Some(kv) => p { "This writes the value of revision " (revision) " over the newest one, of revision "
                 (kv.mod_revision) ". The key keeps its lease. Other versions stay in the history." },
@@ -70,7 +70,7 @@ pub(in crate::console) async fn write(visit: Visit, body: Bytes) -> Response {
     };
     let (key, revision) = (form.bytes("key"), form.number("revision"));
     let written = async {
-        let _values = visit.console.value_pages.begin().await?;
+        let _value = visit.console.large_pages.begin().await?;
         let version = version(&visit, &key, revision).await?;
         put_if(&visit.visitor.client, &key, &version.value, form.number("expected")).await
     };

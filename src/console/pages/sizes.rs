@@ -3,7 +3,11 @@
 use axum::response::Response;
 use maud::{Markup, html};
 
-use super::{Tab, Visit, bytes, path, table};
+use super::{
+    Tab, Visit, bytes,
+    names::{self, path, shown_name},
+    table,
+};
 use crate::{
     console::{
         backend::Failure,
@@ -11,7 +15,6 @@ use crate::{
         treemap::{Area, layout},
     },
     insight::{PairSizes, Sized, Sizes},
-    text::shown_key,
 };
 
 /// Maximum number of areas of the treemap.
@@ -19,9 +22,9 @@ const AREAS_MAX: usize = 60;
 /// Width and height of the treemaps for wide and narrow screens, and the size of their text.
 const FORMATS: [(&str, f64, f64, f64); 2] = [("wide", 1000.0, 380.0, 15.0), ("narrow", 360.0, 360.0, 13.0)];
 
-pub(in crate::console) async fn page(visit: Visit) -> Response {
+pub(in crate::console) async fn page(mut visit: Visit) -> Response {
     let place = format!("/sizes/live?prefix={}", encoded(&visit.query.bytes("prefix")));
-    let content = content(&visit).await.map(|(content, is_complete)| {
+    let content = content(&mut visit).await.map(|(content, is_complete)| {
         html! {
             h1 { "Sizes" }
             p { "The newest pairs by prefix. Older revisions are not included; a compaction frees them." }
@@ -35,13 +38,14 @@ pub(in crate::console) async fn page(visit: Visit) -> Response {
     visit.page(Tab::Sizes, "Sizes", content)
 }
 
-pub(in crate::console) async fn live(visit: Visit) -> Response {
-    let content = content(&visit).await.map(|(content, _)| content);
+pub(in crate::console) async fn live(mut visit: Visit) -> Response {
+    let content = content(&mut visit).await.map(|(content, _)| content);
     visit.fragment(content)
 }
 
 /// Returns the sizes, and whether they are complete.
-async fn content(visit: &Visit) -> Result<(Markup, bool), Failure> {
+async fn content(visit: &mut Visit) -> Result<(Markup, bool), Failure> {
+    visit.begin_large().await?;
     let prefix = visit.query.bytes("prefix");
     match visit.visitor.live.sizes(&visit.visitor.client, &prefix).await {
         Some(Ok(sizes)) => Ok((shown(&sizes), true)),
@@ -98,14 +102,15 @@ fn number(sizes: PairSizes) -> f64 {
     number.max(1) as f64
 }
 
-fn href(child: &Sized) -> String {
-    let page = if child.is_prefix { "/sizes?prefix=" } else { "/key?key=" };
-    format!("{page}{}", encoded(&child.name.0))
+/// Returns the beginning of the address of a child's page.
+fn place(child: &Sized) -> &'static str {
+    if child.is_prefix { "/sizes?prefix=" } else { "/key?key=" }
 }
 
-fn name(sizes: &Sizes, child: &Sized) -> String {
+/// Returns the part of a child's name below the prefix, or the whole name.
+fn below<'a>(sizes: &Sizes, child: &'a Sized) -> &'a [u8] {
     let below = child.name.0.get(sizes.prefix.0.len()..).unwrap_or_default();
-    if below.is_empty() { shown_key(&child.name.0) } else { shown_key(below) }
+    if below.is_empty() { &child.name.0 } else { below }
 }
 
 fn children(title: &str, sizes: &Sizes, children: &[Sized]) -> Markup {
@@ -113,7 +118,7 @@ fn children(title: &str, sizes: &Sizes, children: &[Sized]) -> Markup {
     let rows = html! {
         @for child in children {
             tr {
-                td.wide { a.key href=(href(child)) { (name(sizes, child)) } }
+                td.wide { (names::link(place(child), &child.name.0, &names::name(below(sizes, child)))) }
                 td.number { (weight(child.sizes)) }
                 td.number { (format!("{:.1} %", number(child.sizes) * 100.0 / all)) }
                 td.number { (child.sizes.keys) }
@@ -131,8 +136,8 @@ fn treemap(sizes: &Sizes, (class, width, height, text): (&str, f64, f64, f64)) -
     html! {
         svg class=(format!("treemap {class}")) viewBox=(format!("0 0 {width} {height}")) aria-hidden="true" {
             @for (at, (child, area)) in children.iter().zip(areas).enumerate() {
-                @let label = name(sizes, child);
-                a href=(href(child)) tabindex="-1" {
+                @let label = shown_name(below(sizes, child));
+                a href=[names::href(place(child), &child.name.0)] tabindex="-1" {
                     title { (label) ": " (weight(child.sizes)) ", " (child.sizes.keys) " keys" }
                     rect class=(format!("area{}", at % 6)) x=(format!("{:.1}", area.x)) y=(format!("{:.1}", area.y))
                         width=(format!("{:.1}", area.width)) height=(format!("{:.1}", area.height)) {}

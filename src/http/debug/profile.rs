@@ -3,7 +3,13 @@
 //! The profiler interrupts the process with SIGPROF. It walks the stacks with the unwind tables of the executable and
 //! checks each address before it reads it. It needs a temporary directory.
 
-use std::{collections::HashMap, fmt::Display, io::Write as _, sync::OnceLock, time::Duration};
+use std::{
+    collections::HashMap,
+    fmt::Display,
+    io::Write as _,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use flate2::{Compression, write::GzEncoder};
 use pprof::{ProfilerGuard, ProfilerGuardBuilder, Report, Symbol};
@@ -37,7 +43,7 @@ pub(super) fn duration(seconds: Option<&str>) -> Result<Duration, String> {
 /// A text for the client, for example if another profile is being recorded.
 pub(super) async fn record(duration: Duration) -> Result<Vec<u8>, String> {
     let failed = |error: &dyn Display| format!("cannot record a CPU profile: {error}");
-    // To start a profiler takes milliseconds, to find the names of functions takes longer.
+    // Starting a profiler takes milliseconds; finding the names of functions takes longer.
     let started = spawn_blocking(start).await.map_err(|error| failed(&error))?;
     let profiler = started.map_err(|error| {
         let is_running = matches!(error, pprof::Error::Running);
@@ -56,10 +62,10 @@ pub(super) async fn record(duration: Duration) -> Result<Vec<u8>, String> {
 
 /// Starts the profiler.
 fn start() -> pprof::Result<ProfilerGuard<'static>> {
-    static HAS_TABLES: OnceLock<()> = OnceLock::new();
-    if HAS_TABLES.get().is_none() {
+    static HAS_TABLES: AtomicBool = AtomicBool::new(false);
+    if !HAS_TABLES.load(Ordering::Relaxed) {
         read_unwind_tables()?;
-        HAS_TABLES.get_or_init(|| ());
+        HAS_TABLES.store(true, Ordering::Relaxed);
     }
     ProfilerGuardBuilder::default().frequency(FREQUENCY).build()
 }

@@ -150,6 +150,30 @@ async fn every_view_works_in_a_browser() {
     load.abort();
 }
 
+/// A browser has six connections to a site, and the stream of events is one of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_pause_while_nobody_sees_the_page() {
+    let Some(browser) = Browser::open(Colours::Light, 1000, 700).await else { return };
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
+    let mut client = Client::connect(server.endpoint()).await;
+    let page = Page::about(server.endpoint(), &[]);
+    browser.go(&format!("{}/events?prefix=/r/", page.url)).await;
+    browser.wait_for("Waiting for events").await;
+    put(&mut client, "/r/before", b"1").await;
+    browser.wait_for("/r/before").await;
+    browser
+        .run(
+            "Object.defineProperty(document, 'hidden', { value: true, configurable: true });
+             document.dispatchEvent(new Event('visibilitychange'));",
+        )
+        .await;
+    browser.wait_for("Paused").await;
+    put(&mut client, "/r/meanwhile", b"1").await;
+    browser.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'));").await;
+    browser.wait_for("/r/meanwhile").await;
+    browser.check_console("events").await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_view_fits_a_telephone_in_the_dark() {
     let Some(browser) = Browser::open(Colours::Dark, 390, 844).await else { return };

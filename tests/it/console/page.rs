@@ -9,7 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use percent_encoding::{NON_ALPHANUMERIC, percent_encode};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
+    net::{TcpSocket, TcpStream},
     time::timeout,
 };
 
@@ -121,9 +121,23 @@ impl Visitor {
 
     /// Like [`Visitor::events`]. Returns the status of a response without events.
     pub async fn try_events(&self, prefix: &str) -> Result<Events, Option<u16>> {
-        let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
+        self.events_with(prefix, "").await
+    }
+
+    /// Like [`Visitor::events`], as a browser that connects again with the id of the last message that it has received.
+    pub async fn events_after(&self, prefix: &str, last_id: &str) -> Events {
+        self.events_with(prefix, last_id).await.expect("a stream of events")
+    }
+
+    async fn events_with(&self, prefix: &str, last_id: &str) -> Result<Events, Option<u16>> {
+        let socket = TcpSocket::new_v4().expect("a socket");
+        // Unread rows soon reach the page.
+        socket.set_recv_buffer_size(16 << 10).expect("a small buffer");
+        let address = self.address.parse().expect("an address");
+        let mut stream = socket.connect(address).await.expect("the page accepts connections");
         let path = format!("/events/stream?prefix={}", encoded(prefix.as_bytes()));
-        stream.write_all(self.head("GET", &path, &[], 0).as_bytes()).await.expect("the page reads");
+        let head = self.head("GET", &path, &[("Last-Event-ID", last_id)], 0);
+        stream.write_all(head.as_bytes()).await.expect("the page reads");
         let mut events = Events { stream, text: String::new() };
         let status = Answer::parse(events.until("\r\n\r\n").await).map(|answer| answer.status);
         if status != Some(200) {
@@ -179,6 +193,12 @@ impl Events {
             panic!("no {wanted}: {}", self.text);
         }
         &self.text
+    }
+
+    /// Returns the id of the last message.
+    pub fn last_id(&self) -> String {
+        let (_, rest) = self.text.rsplit_once("\nid: ").expect("a message has an id");
+        rest.lines().next().expect("an id").to_owned()
     }
 
     /// Reads until the stream ends.

@@ -1,13 +1,20 @@
 //! Clients that send something complete, and then hold their streams or connections open.
 
 use futures_util::future::select_all;
+use orlop_wire::proto::client::{etcdserverpb::LeaseTimeToLiveRequest, v3electionpb::LeaderRequest};
 
-use super::*;
+use super::{
+    streams::{complete_requests, unread_responses},
+    *,
+};
 use crate::support::{free_port, http_get};
 
 /// Number of connections that an address for probes accepts.
 const PROBES_MAX: usize = 64;
 const ACK: u8 = 1;
+const TIME_TO_LIVE: &str = "/etcdserverpb.Lease/LeaseTimeToLive";
+const LEASE: i64 = 7;
+const PUTS_MAX: usize = 1_000;
 
 /// No call begins, because none of the clients ends its stream.
 async fn complete_messages_without_end_use_bounded_memory(backend: Backend) {
@@ -23,6 +30,55 @@ async fn complete_messages_without_end_use_bounded_memory(backend: Backend) {
         Some(too_many.to_string().as_str())
     );
     arena.survives("complete messages whose streams stay open", 800, (tasks, waiting, senders)).await;
+}
+
+async fn watches_of_long_ranges_use_bounded_memory(backend: Backend) {
+    let Some(mut arena) = Arena::new(backend, &[]).await else { return };
+    let mut client = arena.client().await;
+    let mut stream = Stream::open(&mut client).await;
+    let mut refused = 0;
+    for number in 0..200 {
+        let range_end = [format!("z{number}").into_bytes(), vec![b'z'; 1_400_000]].concat();
+        let watch = WatchCreateRequest { key: "a".into(), range_end: range_end.into(), ..Default::default() };
+        let created = stream.create(watch).await;
+        if created.canceled {
+            assert_eq!((created.watch_id, &created.cancel_reason[..]), (-1, "etcdserver: too many requests"));
+            refused += 1;
+        }
+    }
+    if arena.server.is_orlop() {
+        assert!((1..200).contains(&refused), "{refused} of 200 watches are refused");
+        // Watches inside the server have the same limit.
+        let observed = async {
+            let name = vec![b'e'; 1_400_000].into();
+            client.election.observe(LeaderRequest { name }).await?.into_inner().message().await
+        };
+        let ended = timeout(DEADLINE, observed).await.expect("an end in time").expect_err("no watch can be created");
+        assert_eq!((ended.code(), ended.message()), (Code::Unknown, "etcdserver: too many requests"));
+    }
+    arena.survives("watches of long ranges", 900, (stream, client)).await;
+}
+
+async fn unread_keys_of_a_lease_use_bounded_memory(backend: Backend) {
+    let puts_max = PUTS_MAX.to_string();
+    let flags = ["--value-cache-bytes", "8388608", "--max-txn-ops", puts_max.as_str()];
+    let Some(mut arena) = Arena::new(backend, &flags).await else { return };
+    let mut client = arena.client().await;
+    client.lease.lease_grant(LeaseGrantRequest { ttl: 3_600, id: LEASE }).await.expect("a grant");
+    let put = |number: usize| PutRequest { key: format!("{number:0100}").into(), lease: LEASE, ..Default::default() };
+    for first in (0..sized(20_000, 100_000)).step_by(PUTS_MAX) {
+        let puts = (first..first + PUTS_MAX).map(|number| op(Request::RequestPut(put(number))));
+        let txn = TxnRequest { success: puts.collect(), ..Default::default() };
+        client.kv.txn(txn).await.expect("keys are put");
+    }
+    arena.measure_idle_state().await;
+    let message = LeaseTimeToLiveRequest { id: LEASE, keys: true }.encode_to_vec();
+    let message: &'static [u8] = wire::message(&message).leak();
+    let served = unread_responses(arena.endpoint(), sized(50, 10), TIME_TO_LIVE, message).await;
+    assert!(served.1.iter().all(|answer| !answer.headers().contains_key("grpc-status")), "the first ones are served");
+    // The last ones wait for memory.
+    let others = complete_requests(arena.endpoint(), 550, TIME_TO_LIVE, message).await;
+    arena.survives("keys of a lease, never read", 700, (served, others)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -58,4 +114,8 @@ async fn keepalive_interval_of_zero_means_no_pings() {
     }
 }
 
-on_both_backends!(complete_messages_without_end_use_bounded_memory);
+on_both_backends!(
+    complete_messages_without_end_use_bounded_memory,
+    unread_keys_of_a_lease_use_bounded_memory,
+    watches_of_long_ranges_use_bounded_memory,
+);

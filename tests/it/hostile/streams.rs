@@ -7,20 +7,15 @@ fn call(path: &str) -> http::Request<()> {
     request.header("content-type", "application/grpc").header("te", "trailers").body(()).expect("a request")
 }
 
-/// Opens streams through `h2`, which respects the server's flow control windows. The streams end when the returned
-/// values are dropped.
-pub async fn streams(
-    endpoint: &str,
-    count: usize,
-    path: &'static str,
-    body: Vec<u8>,
-) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<bytes::Bytes>>) {
+/// Connects through `h2`, which respects the server's flow control windows. It accepts nothing of a response but its head.
+/// The connection ends when the tasks are dropped.
+async fn connect(endpoint: &str) -> (JoinSet<()>, h2::client::SendRequest<Bytes>) {
     let tcp = TcpStream::connect(wire::address(endpoint)).await.expect("the server accepts");
     let (client, connection) = h2::client::Builder::new()
         .initial_window_size(0)
         .max_concurrent_streams(1_000_000)
         .initial_max_send_streams(1_000_000)
-        .handshake::<_, bytes::Bytes>(tcp)
+        .handshake::<_, Bytes>(tcp)
         .await
         .expect("a handshake");
     let mut tasks = JoinSet::new();
@@ -29,9 +24,19 @@ pub async fn streams(
             println!("the attacker's connection ended: {error}");
         }
     });
+    (tasks, client)
+}
+
+/// Opens streams. They end when the returned values are dropped.
+pub async fn streams(
+    endpoint: &str,
+    count: usize,
+    path: &'static str,
+    body: Vec<u8>,
+) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>, Vec<h2::SendStream<Bytes>>) {
+    let (tasks, mut client) = connect(endpoint).await;
     let (mut answers, mut senders) = (Vec::new(), Vec::new());
-    let mut client = client.ready().await.expect("ready");
-    let body = bytes::Bytes::from(body);
+    let body = Bytes::from(body);
     for _ in 0..count {
         client = client.ready().await.expect("ready");
         let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
@@ -42,6 +47,39 @@ pub async fn streams(
         senders.push(sender);
     }
     (tasks, answers, senders)
+}
+
+/// Sends complete requests on one connection.
+pub async fn complete_requests(
+    endpoint: &str,
+    count: usize,
+    path: &'static str,
+    body: &'static [u8],
+) -> (JoinSet<()>, Vec<h2::client::ResponseFuture>) {
+    let (tasks, mut client) = connect(endpoint).await;
+    let mut answers = Vec::new();
+    for _ in 0..count {
+        client = client.ready().await.expect("ready");
+        let (answer, mut sender) = client.send_request(call(path), false).expect("a stream");
+        sender.send_data(Bytes::from_static(body), true).expect("data is queued");
+        answers.push(answer);
+    }
+    (tasks, answers)
+}
+
+/// Sends complete requests on one connection, and waits for the heads of all responses.
+pub async fn unread_responses(
+    endpoint: &str,
+    count: usize,
+    path: &'static str,
+    body: &'static [u8],
+) -> (JoinSet<()>, Vec<http::Response<h2::RecvStream>>) {
+    let (tasks, answers) = complete_requests(endpoint, count, path, body).await;
+    let mut responses = Vec::new();
+    for answer in answers {
+        responses.push(timeout(DEADLINE, answer).await.expect("a head in time").expect("a response"));
+    }
+    (tasks, responses)
 }
 
 /// Sends the same bytes repeatedly on its own stream, as fast as flow control permits, and reads the responses.

@@ -323,12 +323,8 @@ pub fn psql(port: u16, database: &str, sql: &str) -> String {
 /// Runs a command as the user of the servers.
 fn run_as_user(command: &Command) {
     let (as_user, _) = user();
-    let output = Command::new(as_user[0])
-        .args(&as_user[1..])
-        .arg(command.get_program())
-        .args(command.get_args())
-        .output()
-        .expect("the program can be started");
+    let mut program = Command::new(as_user[0]);
+    let output = run(program.args(&as_user[1..]).arg(command.get_program()).args(command.get_args()));
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 

@@ -6,9 +6,11 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
+    ops::Bound,
     time::Duration,
 };
 
+use bytes::Bytes;
 use tokio::time::Instant;
 
 use crate::log::LoggedLease;
@@ -51,7 +53,7 @@ pub struct Remaining {
     /// Remaining whole seconds, rounded down.
     pub left_secs: i64,
     /// Empty unless they were requested: a lease may have millions.
-    pub keys: Vec<Key>,
+    pub keys: Vec<Bytes>,
 }
 
 /// A lease and the time until it expires.
@@ -172,6 +174,12 @@ impl Table {
     /// Returns the attached keys.
     pub fn keys(&self, id: LeaseId) -> &BTreeSet<Key> {
         self.leases.get(&id).map_or(&NO_KEYS, |lease| &lease.keys)
+    }
+
+    /// Returns the attached keys after `after`, or all of them, in their order.
+    pub fn keys_after(&self, id: LeaseId, after: Option<&[u8]>) -> impl Iterator<Item = &Key> {
+        let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.keys(id).range::<[u8], _>((start, Bound::Unbounded))
     }
 
     /// Returns the keys of each lease.

@@ -1,4 +1,4 @@
-//! What several instances on one log need from it.
+//! The interface of a log that several instances share.
 
 use std::time::Duration;
 

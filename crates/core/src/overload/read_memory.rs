@@ -1,4 +1,5 @@
 //! Limits the memory of pairs that were read from the log, or made from the index, for responses and are not sent yet.
+//! Lists of leases, and of the keys of a lease, count like these pairs.
 //!
 //! A value in the value cache uses no additional memory in a response. Other values are read from the log and stay in
 //! memory until the response is sent; each is counted until its last reference is dropped. Above the limit, reads wait.
@@ -16,13 +17,14 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use tokio::{
     sync::{Notify, Semaphore, SemaphorePermit},
     time::timeout,
 };
 use tracing::warn;
 
-use crate::types::{EncodedKv, RowId};
+use crate::types::{EncodedKv, RowId, held_by};
 
 /// Maximum counted bytes, in addition to twice the size of the value cache. The first cache size is for values in the
 /// cache, which are counted too; the second is for values that the cache has evicted and responses still hold.
@@ -34,7 +36,7 @@ const WAIT_MAX: Duration = Duration::from_secs(7);
 /// Waiting reads are notified whenever the counted bytes fall below a multiple of 2^`FREED_BYTES_BITS`.
 const FREED_BYTES_BITS: u32 = 20;
 
-/// Counts the bytes of values that were read from the log.
+/// Counts the bytes of values and of lists of leases that were read for responses.
 pub struct ReadMemory {
     used: Arc<Used>,
     lists: Semaphore,
@@ -46,7 +48,7 @@ struct Used {
     freed: Notify,
 }
 
-/// Counts one value until it is dropped.
+/// Counts one value, or a part of a list, until it is dropped.
 struct Counted {
     used: Arc<Used>,
     bytes: usize,
@@ -142,8 +144,17 @@ impl ReadMemory {
     /// Counts a pair that is not in the value cache.
     pub fn counted(&self, kv: EncodedKv) -> EncodedKv {
         let bytes = kv.len();
+        kv.held_by(self.count_bytes(bytes))
+    }
+
+    /// Counts `bytes` until the last reference to this part of a list is dropped.
+    pub fn hold(&self, part: Bytes, bytes: usize) -> Bytes {
+        held_by(part, self.count_bytes(bytes))
+    }
+
+    fn count_bytes(&self, bytes: usize) -> Counted {
         self.used.bytes.fetch_add(bytes, Ordering::Relaxed);
-        kv.held_by(Counted { used: Arc::clone(&self.used), bytes })
+        Counted { used: Arc::clone(&self.used), bytes }
     }
 }
 

@@ -298,8 +298,8 @@ impl Batch {
         keys
     }
 
-    /// Returns whether `set` lacks one of the lease's live keys, as the next request sees them. The time does not depend on
-    /// the number of keys that `set` contains.
+    /// Returns whether `set` lacks one of the lease's live keys, as the next request sees them. Keys within `set` cost
+    /// nothing, except those that the batch has changed: a lease may have very many keys.
     pub fn has_lease_key_outside(&self, leases: &lease::Table, wanted: LeaseId, set: &KeySet) -> bool {
         set.outside(leases.keys(wanted)).any(|key| !self.is_changed(key))
             || self.changed_lease_keys(wanted).any(|key| !set.contains_key(key))

@@ -130,6 +130,11 @@ impl Shared {
                     before.epoch, position.epoch
                 )));
             }
+            let auth = match &state {
+                Some((meta, _)) if !self.authority.is_at(meta.auth) => Some(self.log.auth().await?),
+                _ => None,
+            };
+            // From here on nothing fails until the leases are updated: a known server means that they are.
             if position.server != before.server {
                 self.compare_tail(position.head).await?;
                 self.replication.server.store(position.server, Ordering::Relaxed);
@@ -138,7 +143,6 @@ impl Shared {
                 if let Some(compacted) = meta.compact_revision {
                     self.replication.recorded_compaction.fetch_max(compacted.0, Ordering::Relaxed);
                 }
-                let auth = if self.authority.is_at(meta.auth) { None } else { Some(self.log.auth().await?) };
                 self.update_leases(meta, scope, auth);
             }
             while self.index.read().head() < position.head {

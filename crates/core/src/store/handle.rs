@@ -21,7 +21,7 @@ use crate::{
     auth::Caller,
     index::TreeIndex,
     log::{self, Log, LoggedLease, Precision, Size},
-    overload::Steps,
+    overload::{ReadMemory, Steps},
     sync::Mutex,
     trace::{self, Part},
     types::{LeaseId, Revision},
@@ -109,6 +109,11 @@ impl Store {
                 None => std::future::pending().await,
             }
         }
+    }
+
+    /// Returns the limit of the memory of reads.
+    pub fn read_memory(&self) -> &ReadMemory {
+        &self.shared.read_memory
     }
 
     /// Returns the queue in which all long work of this server waits for its next step.

@@ -8,12 +8,14 @@ use std::{
     hash::{BuildHasher as _, RandomState},
 };
 
+use bytes::Bytes;
 use tokio::time::{Instant, sleep, timeout_at};
 use tracing::warn;
 
 use super::{
     error::{Error, Result},
     handle::{RETRY_PAUSE, Store},
+    reader::pairs::{STEP_KEYS, StepCount},
     request::{LeaseGranted, LeaseKeys},
     shared::{Shared, WAIT_MAX},
     shared_query::SharedQuery,
@@ -27,6 +29,8 @@ use crate::{
     types::{KeyRange, LeaseId, Revision},
 };
 
+/// A step of a walk over the keys of a lease ends with the key with which it reaches this size.
+const STEP_BYTES: usize = 256 << 10;
 /// Maximum number of reads of the log to find the leases that expire next.
 const SOONEST_READS_MAX: usize = 4;
 
@@ -116,28 +120,33 @@ impl Store {
     /// caller needs the right to read all keys of the lease.
     pub async fn lease(&self, caller: &Caller, id: LeaseId, keys: LeaseKeys) -> Result<Option<Remaining>> {
         self.confirm().await?;
+        let list = match keys {
+            LeaseKeys::Omitted => None,
+            LeaseKeys::Returned => Some(self.shared.read_memory.list().await?),
+        };
+        // After the wait, which may take seconds.
         self.refresh_leases(&[id]).await?;
+        if list.is_some() {
+            return self.shared.lease_with_keys(caller, id).await;
+        }
         let leases = self.shared.leases.lock();
         if let Some(authority) = self.shared.authority.if_enabled() {
-            match keys {
-                LeaseKeys::Omitted => authority.check_user(caller)?,
-                LeaseKeys::Returned => authority.rights(caller)?.check_read_keys(leases.keys(id))?,
-            }
+            authority.check_user(caller)?;
         }
-        let mut remaining = leases.remaining(id, Instant::now());
-        if let (Some(remaining), LeaseKeys::Returned) = (&mut remaining, keys) {
-            remaining.keys = leases.keys(id).iter().cloned().collect();
-        }
-        Ok(remaining)
+        Ok(leases.remaining(id, Instant::now()))
     }
 
     /// Returns the ids of all live leases. The caller needs the right to read all keys of all leases.
+    ///
+    /// The leases are listed in one step, because a renewal moves a lease to another place in the list.
     pub async fn leases(&self, caller: &Caller) -> Result<Vec<LeaseId>> {
         self.confirm().await?;
+        let _list = self.shared.read_memory.list().await?;
         if self.renewal_query.is_some() {
             let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
             self.refresh_leases(&expired).await?;
         }
+        self.shared.steps.request().await;
         let leases = self.shared.leases.lock();
         if let Some(authority) = self.shared.authority.if_enabled() {
             let rights = authority.rights(caller)?;
@@ -182,6 +191,40 @@ impl Store {
 }
 
 impl Shared {
+    /// Returns a lease with its keys, which it reads step by step; `None` if the lease ends meanwhile. Keys that are attached
+    /// or detached meanwhile may be among them: in etcd, too, a transaction attaches its keys one after the other.
+    async fn lease_with_keys(&self, caller: &Caller, id: LeaseId) -> Result<Option<Remaining>> {
+        let (mut keys, mut step) = (Vec::<Bytes>::new(), StepCount::default());
+        loop {
+            let (mut buffer, mut lens) = (Vec::<u8>::new(), Vec::new());
+            let (remaining, is_complete) = {
+                let leases = self.leases.lock();
+                let authority = self.authority.if_enabled();
+                let rights = authority.as_deref().map(|authority| authority.rights(caller)).transpose()?;
+                let mut left = leases.keys_after(id, keys.last().map(|key| &key[..]));
+                while lens.len() < STEP_KEYS
+                    && buffer.len() < STEP_BYTES
+                    && let Some(key) = left.next()
+                {
+                    if let Some(rights) = rights {
+                        rights.check_read_key(key)?;
+                    }
+                    buffer.extend_from_slice(key);
+                    lens.push(key.len());
+                }
+                (leases.remaining(id, Instant::now()), left.next().is_none())
+            };
+            let Some(remaining) = remaining else { return Ok(None) };
+            let bytes = buffer.capacity() + lens.len() * size_of::<Bytes>();
+            let mut rest = self.read_memory.hold(buffer.into(), bytes);
+            keys.extend(lens.into_iter().map(|len| rest.split_to(len)));
+            if is_complete {
+                return Ok(Some(Remaining { keys, ..remaining }));
+            }
+            step.next(&self.steps).await;
+        }
+    }
+
     /// Refreshes the deadlines of the leases that these changes would have expired.
     pub(super) async fn refresh_expired_leases(&self, changes: &[LeaseChange]) {
         let ids: Vec<LeaseId> = changes
@@ -265,4 +308,49 @@ pub(super) fn lease_table(meta: &Meta, index: &TreeIndex, now: Instant) -> lease
         }
     }
     leases
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::{store::fixtures::shared, types::Key};
+
+    const ID: LeaseId = LeaseId(7);
+
+    /// Returns a store whose lease has this many keys of eight bytes, and the keys.
+    fn shared_with_lease(count: usize) -> (Shared, Vec<String>) {
+        let shared = shared(0);
+        let keys: Vec<String> = (0..count).map(|number| format!("k{number:07}")).collect();
+        let mut leases = shared.leases.lock();
+        leases.grant(ID, 600, Instant::now());
+        keys.iter().for_each(|key| leases.attach(ID, Key::from(key.as_bytes())));
+        drop(leases);
+        (shared, keys)
+    }
+
+    #[tokio::test]
+    async fn keys_of_a_lease_count_until_they_are_dropped() {
+        for count in [0, 1, STEP_KEYS, STEP_KEYS + 1, 5 * STEP_KEYS / 2] {
+            let (shared, keys) = shared_with_lease(count);
+            let lease = shared.lease_with_keys(&Caller::Server, ID).await.unwrap().unwrap();
+            assert!(lease.keys == keys, "{count} keys");
+            let counted = shared.read_memory.bytes();
+            let least = (count / STEP_KEYS * STEP_KEYS) * (8 + size_of::<Bytes>());
+            assert!(counted >= least, "{counted} bytes for {count} keys");
+            drop(lease);
+            assert_eq!(shared.read_memory.bytes(), 0, "{count} keys");
+        }
+    }
+
+    #[tokio::test]
+    async fn lease_that_ends_between_two_steps_is_unknown() {
+        let (shared, _) = shared_with_lease(STEP_KEYS + 1);
+        let mut lease = Box::pin(shared.lease_with_keys(&Caller::Server, ID));
+        assert!(lease.as_mut().now_or_never().is_none(), "the keys are read in two steps");
+        shared.leases.lock().revoke(ID);
+        assert_eq!(lease.await, Ok(None));
+        assert_eq!(shared.read_memory.bytes(), 0);
+    }
 }

@@ -44,7 +44,7 @@ pub(super) struct Shared {
     pub(super) index: RwLock<TreeIndex>,
     pub(super) leases: Lock<lease::Table>,
     pub(super) values: ValueCache,
-    /// Limits the memory of values that were read for responses.
+    /// Limits the memory of values and of keys of leases that were read for responses.
     pub(super) read_memory: ReadMemory,
     /// Schedules the steps of long reads.
     pub(super) steps: Arc<Steps>,

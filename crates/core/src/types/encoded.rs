@@ -35,7 +35,7 @@ impl EncodedKv {
 
     /// Attaches a guard that is dropped when the last reference to the pair's memory is dropped.
     pub fn held_by<G: Send + 'static>(self, guard: G) -> Self {
-        Self(Bytes::from_owner(HeldBy { bytes: self.0, _guard: guard }))
+        Self(held_by(self.0, guard))
     }
 
     pub fn as_bytes(&self) -> &Bytes {
@@ -127,6 +127,11 @@ impl EncodedKv {
             Some(Field { tag, number, whole: start..end, bytes: content..end })
         })
     }
+}
+
+/// Attaches a guard that is dropped when the last reference to the bytes is dropped.
+pub(crate) fn held_by<G: Send + 'static>(bytes: Bytes, guard: G) -> Bytes {
+    Bytes::from_owner(HeldBy { bytes, _guard: guard })
 }
 
 struct HeldBy<G> {

@@ -43,6 +43,8 @@ pub struct Hub {
 
 /// Maximum number of watches that read several pages at the same time.
 const LONG_READS_MAX: usize = 4;
+/// Maximum of [`Spec::watch_bytes`] of all watches.
+const WATCH_BYTES_MAX: usize = 1 << 30;
 
 struct State {
     head: Revision,
@@ -58,6 +60,8 @@ struct State {
     progress: Vec<(Revision, Arc<Outbox>)>,
     /// Number of synced watches that requested previous pairs.
     prev_kv_members: usize,
+    /// [`Spec::watch_bytes`] of all watches.
+    watch_bytes: usize,
 }
 
 /// A watch that reads the log.
@@ -123,6 +127,7 @@ impl Hub {
                 behind: BTreeMap::new(),
                 progress: Vec::new(),
                 prev_kv_members: 0,
+                watch_bytes: 0,
             }),
         }
     }
@@ -178,17 +183,27 @@ impl Hub {
         state.compact_revision = state.compact_revision.max(Some(revision));
     }
 
-    /// Queues the `Created` message and joins the watch, atomically.
-    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> JoinOutcome {
+    /// Queues the `Created` message and joins the watch, atomically. `None`: the watches of all streams use as much memory as
+    /// they may, so there is neither a message nor a watch.
+    pub(super) fn create(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Option<JoinOutcome> {
         let mut state = self.state.lock();
+        let bytes = state.watch_bytes + spec.watch_bytes();
+        if bytes > WATCH_BYTES_MAX {
+            return None;
+        }
         outbox.push(Message::Created { id, revision: state.head });
-        match spec.start {
+        let outcome = match spec.start {
             None => {
                 state.add(outbox, id, spec);
                 JoinOutcome::Synced
             }
             Some(start) => state.join(outbox, id, spec, start),
+        };
+        // A watch that begins at a compacted revision has ended, and is not removed.
+        if !matches!(outcome, JoinOutcome::Compacted(_)) {
+            state.watch_bytes = bytes;
         }
+        Some(outcome)
     }
 
     /// Joins a watch for which all events before `next` were queued.
@@ -200,9 +215,10 @@ impl Hub {
         self.state.lock().compact_revision
     }
 
-    /// Removes a watch in any state.
+    /// Removes a watch that was created, in any state.
     pub(super) fn remove(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) {
         let mut state = self.state.lock();
+        state.watch_bytes -= spec.watch_bytes();
         state.remove(outbox, id, &spec.range, spec.flavor);
         state.forget_behind(outbox, id);
         if let Some(start) = spec.start
@@ -442,5 +458,36 @@ mod tests {
         assert_eq!(waiting(&hub), [7]);
         hub.publish(&[], Revision(7), |_| {});
         assert_eq!(waiting(&hub), [0; 0]);
+    }
+
+    #[test]
+    fn watches_of_all_streams_have_a_limit_together() {
+        let hub = Hub::new(Revision(10), Some(Revision(5)), Arc::default());
+        let streams = [Arc::new(hub.outbox()), Arc::new(hub.outbox())];
+        // It counts eight times: an eighth of the limit, and a little more.
+        let range = KeyRange::from_wire(b"a", &vec![b'z'; WATCH_BYTES_MAX / 64]);
+        let flavor = Flavor { prev_kv: false, puts: true, deletes: true };
+        let spec = |start| Spec {
+            id: None,
+            range: range.clone(),
+            start: Some(Revision(start)),
+            flavor,
+            fragment: None,
+            progress_notify: false,
+        };
+        let (compacted, behind, future) = (spec(3), spec(7), spec(100));
+        let create = |id: usize, spec: &Spec| hub.create(&streams[id % 2], WatchId(id as i64), spec);
+        assert_eq!(create(0, &compacted), Some(JoinOutcome::Compacted(Revision(5))));
+        for id in 1..=6 {
+            assert_eq!(create(id, &behind), Some(JoinOutcome::Behind));
+        }
+        assert_eq!(create(7, &future), Some(JoinOutcome::Waiting));
+        assert_eq!(create(8, &behind), None);
+        hub.remove(&streams[1], WatchId(7), &future);
+        assert_eq!(create(8, &behind), Some(JoinOutcome::Behind));
+        for id in [1, 2, 3, 4, 5, 6, 8] {
+            hub.remove(&streams[id % 2], WatchId(id as i64), &behind);
+        }
+        assert_eq!(hub.state.lock().watch_bytes, 0);
     }
 }

@@ -21,6 +21,8 @@ use crate::{
 };
 
 const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
+/// etcd's clients know this text as an error.
+const TOO_MANY_REQUESTS: &str = "etcdserver: too many requests";
 
 /// The watches of one stream. Its owner passes requests to it, and calls [`Session::advance`] while
 /// [`Session::has_work`] returns true.
@@ -88,13 +90,14 @@ impl Session {
             None => self.free_id(),
         };
         let state = match self.hub.create(&self.outbox, id, &spec) {
-            JoinOutcome::Synced => State::Synced,
-            JoinOutcome::Waiting => State::Waiting,
-            JoinOutcome::Behind => {
+            None => return self.refuse(TOO_MANY_REQUESTS),
+            Some(JoinOutcome::Synced) => State::Synced,
+            Some(JoinOutcome::Waiting) => State::Waiting,
+            Some(JoinOutcome::Behind) => {
                 self.behind.push_back(id);
                 State::Behind { next: spec.start.unwrap_or(Revision::EMPTY) }
             }
-            JoinOutcome::Compacted(compact_revision) => {
+            Some(JoinOutcome::Compacted(compact_revision)) => {
                 return self.outbox.push(Message::Compacted { id, compact_revision });
             }
         };

@@ -20,6 +20,17 @@ pub struct Spec {
     pub progress_notify: bool,
 }
 
+impl Spec {
+    /// Returns about how much memory a watch takes, without the events that wait to be sent. Its stream, its group and the
+    /// tree of ranges have copies of the range.
+    pub(super) fn watch_bytes(&self) -> usize {
+        const WATCH_BYTES: usize = 512;
+        const RANGE_COPIES: usize = 8;
+        let (key, range_end) = self.range.to_wire();
+        WATCH_BYTES + RANGE_COPIES * (key.len() + range_end.len())
+    }
+}
+
 /// The options that determine which events a watch receives and what they contain. Watches of one flavor and range
 /// share their encoded events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -47,6 +47,7 @@ const SHOWN_IN: &str = "\
      CustomResourceDefinitionSpec.group Endpoint.hostname EndpointAddress.ip Event.verb \
      GroupVersionForDiscovery.version HPAScalingPolicy.periodSeconds \
      HorizontalPodAutoscalerStatus.currentReplicas HorizontalPodAutoscalerStatus.observedGeneration \
+     IngressClassParametersReference.apiGroup \
      LimitedResource.resource LocalVolumeSource.fsType NetworkPolicyPort.protocol ObjectFieldSelector.fieldPath \
      OwnerReference.apiVersion OwnerReference.controller PortStatus.error PortStatus.protocol \
      Preconditions.resourceVersion ResourceFieldSelector.resource RoleRef.apiGroup \

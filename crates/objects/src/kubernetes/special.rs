@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 
 use crate::{
+    json,
     node::Node,
     wire::{Fields, WireValue},
 };
@@ -60,6 +61,7 @@ pub(super) fn json_name(message: &str, field: &str) -> String {
         ("JSONSchemaProps", _) if field.starts_with("xKubernetes") => kebab(field),
         ("BoundObjectReference", "uID") => "uid".to_owned(),
         ("BoundObjectReference", "aPIVersion") => "apiVersion".to_owned(),
+        ("IngressClassParametersReference", "aPIGroup") => "apiGroup".to_owned(),
         (_, "Webhooks" | "Expression" | "Name") => field.to_ascii_lowercase(),
         _ => field.to_owned(),
     }
@@ -98,10 +100,7 @@ fn json_or_base64(bytes: &[u8]) -> Node {
     if bytes.is_empty() {
         return Node::Null;
     }
-    match serde_json::from_slice::<serde_json::Value>(bytes) {
-        Ok(value) => Node::from(value),
-        Err(_) => Node::Text(BASE64_STANDARD.encode(bytes)),
-    }
+    json::read(bytes).unwrap_or_else(|| Node::Text(BASE64_STANDARD.encode(bytes)))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 -- Users and roles, appends behind changes of other instances, the record of changed leases, the archive, and the saved index.
 --
--- Instances of the release 0.2.0, which knows only the first migration, go on while others run with this schema: the functions
+-- Instances of the release 0.2.0, which knows only the first migration, continue to work while other instances use this schema: the functions
 -- that they call have the same parameters and results as before.
 
--- Users, who may be permitted what by their roles.
+-- Users. Their roles determine what they may do.
 CREATE TABLE auth_user (
     name        text   PRIMARY KEY,
     password    text,                          -- bcrypt hash; NULL: known by a client certificate only
@@ -35,7 +35,7 @@ CREATE INDEX auth_permission_role ON auth_permission (role);
 -- Logical replication sends a DELETE of a table without a primary key only if the whole row identifies it.
 ALTER TABLE auth_permission REPLICA IDENTITY FULL;
 
--- The key that signs tokens, one row. Whoever knows it can act as any user.
+-- The key that signs tokens, one row. Anyone who has it can act as any user.
 CREATE TABLE auth_token_key (
     key bytea NOT NULL
 );
@@ -69,7 +69,7 @@ BEGIN
     -- A row of this epoch may be left if older facts were restored by hand.
     INSERT INTO lease_change (epoch, leases) VALUES (new_epoch, changed)
     ON CONFLICT (epoch) DO UPDATE SET leases = excluded.leases;
-    -- Seldom, because each deletion first passes the index entries of rows that were deleted and not yet vacuumed.
+    -- Not at each append: a deletion first passes the index entries of rows that were deleted and not yet vacuumed.
     IF new_epoch % 1000 = 0 THEN
         DELETE FROM lease_change WHERE epoch <= new_epoch - 10000;
     END IF;

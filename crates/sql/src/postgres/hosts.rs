@@ -17,7 +17,8 @@ const DEFAULT_PORT: u16 = 5432;
 /// Characters of a host that are encoded in a URL.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'-').remove(b'_');
 
-/// Parameters of a URL that have an effect: those of [`Own`], and those that sqlx reads.
+/// Parameters of a URL that have an effect: those of [`Own`], and those that sqlx reads, except for `application_name` and
+/// `options[…]`.
 pub const PARAMETERS: [&str; 21] = [
     "sslmode",
     "ssl-mode",

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Keys visited per step while the index is locked.
-pub(super) const STEP_KEYS: usize = 2_000;
+pub(in crate::store) const STEP_KEYS: usize = 2_000;
 /// Number of first steps of a read that only yield to other tasks. A page for kube-apiserver needs fewer steps.
 const UNPACED_STEPS_MAX: usize = 5;
 /// Number of values per step that are moved from a read of the log into the response and the cache.
@@ -43,7 +43,7 @@ pub(in crate::store) struct StepCount(usize);
 
 impl StepCount {
     /// Waits before the next step.
-    pub(super) async fn next(&mut self, steps: &Steps) {
+    pub(in crate::store) async fn next(&mut self, steps: &Steps) {
         self.0 += 1;
         if self.0 <= UNPACED_STEPS_MAX {
             yield_now().await;

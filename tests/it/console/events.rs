@@ -1,0 +1,66 @@
+//! Events of the web page: as they happen, and after a browser has connected again.
+
+use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DeleteRangeRequest};
+
+use super::page::{Page, put};
+use crate::support::{Backend, Client, Server, on_both_backends};
+
+async fn events_are_shown_as_they_come(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let page = Page::about(server.endpoint(), &[]);
+    let mut events = page.visitor().events("/r/").await;
+    put(&mut client, "/other", b"1").await;
+    put(&mut client, "/r/a", b"1").await;
+    let text = events.until("/key?key=/r/a").await;
+    assert!(text.contains("event: rows") && text.contains("created") && !text.contains("/other"), "{text}");
+    client.kv.delete_range(DeleteRangeRequest { key: "/r/a".into(), ..Default::default() }).await.expect("a delete");
+    events.until("deleted").await;
+    // Streams are bounded, and a closed one makes room.
+    let visitor = page.visitor();
+    let mut open = Vec::new();
+    for _ in 1..32 {
+        open.push(visitor.events("/r/").await);
+    }
+    assert_eq!(page.visitor().get("/events/stream").await.status, 503);
+    drop(open);
+    drop(events);
+    crate::support::eventually("room for a stream", async || {
+        put(&mut client.clone(), "/r/a", b"1").await;
+        visitor.try_events("/r/").await.map(drop)
+    })
+    .await;
+}
+
+async fn browser_that_connects_again_receives_what_it_missed(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let page = Page::about(server.endpoint(), &[]);
+    let visitor = page.visitor();
+    let events = visitor.events("/r/").await;
+    let begin = events.last_id();
+    drop(events);
+    put(&mut client, "/r/a", b"1").await;
+    let mut events = visitor.events_after("/r/", &begin).await;
+    events.until("/key?key=/r/a").await;
+    let last = events.last_id();
+    drop(events);
+    put(&mut client, "/r/b", b"1").await;
+    let mut events = visitor.events_after("/r/", &last).await;
+    let text = events.until("/key?key=/r/b").await;
+    assert!(!text.contains("/key?key=/r/a"), "{text}");
+    drop(events);
+    let revision = put(&mut client, "/r/b", b"2").await;
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    put(&mut client, "/r/c", b"1").await;
+    let mut events = visitor.events_after("/r/", &last).await;
+    events.until("/key?key=/r/c").await;
+    events.until(&format!("Changes before revision {revision} are compacted")).await;
+    drop(events);
+    // The store is another one.
+    let mut events = visitor.events_after("/r/", "99999999").await;
+    put(&mut client, "/r/d", b"1").await;
+    events.until("/key?key=/r/d").await;
+}
+
+on_both_backends!(events_are_shown_as_they_come, browser_that_connects_again_receives_what_it_missed);
