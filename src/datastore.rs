@@ -99,7 +99,7 @@ pub async fn view(datastore: &Datastore) -> log::Result<Box<dyn Inspect>> {
     })
 }
 
-/// Makes place for a copy where a server that was started and stopped has left a database. The caller has checked that it
+/// Makes room for a copy where a server that was started and stopped has left a database. The caller has checked that it
 /// has no rows: a file of SQLite is deleted without a look at its contents. On Postgres it can be filled as it is.
 pub(crate) fn discard_empty(datastore: &Datastore) -> log::Result<()> {
     match datastore {

@@ -99,7 +99,7 @@ enum Command {
 
     /// Show the load and the state of a running server, Orlop or etcd, in the terminal, refreshed in place
     ///
-    /// Without a terminal, or with --once, it prints one screen as text and exits.
+    /// Without a terminal, or with --once, it prints all views as text and exits.
     Top(top::Args),
 
     /// Serve a web page about a running server, Orlop or etcd: load, sizes, keys and their history, events

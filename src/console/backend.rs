@@ -8,21 +8,26 @@ mod failure;
 
 use std::{future::Future, sync::Arc, time::Duration};
 
+use futures_util::stream;
 use http::HeaderValue;
 use orlop_client::{Client, Endpoint, ServerFlags};
 use orlop_core::types::prefix_end;
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
-        WatchCreateRequest, WatchRequest, WatchResponse,
+        WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
         watch_request::RequestUnion,
     },
     mvccpb::KeyValue,
-    orlopb::{ChildrenRequest, HistoryChange, HistoryChangesRequest, HistoryPairsRequest},
+    orlopb::{ChildrenRequest, HistoryChange, HistoryChangesRequest, HistoryPairsRequest, NamedChild},
 };
-use tokio::{io::DuplexStream, sync::Mutex, time::timeout};
+use tokio::{
+    io::DuplexStream,
+    sync::Mutex,
+    time::{sleep, timeout},
+};
 use tokio_stream::StreamExt as _;
 use tonic::{Code, Status, Streaming};
 
@@ -30,13 +35,13 @@ pub(super) use self::failure::Failure;
 
 /// Maximum time of a request to the server.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
+/// Time between two requests for the progress of a watch.
+const PROGRESS_PAUSE: Duration = Duration::from_secs(10);
 /// Bytes that the pipe to a server in the same process buffers.
 const PIPE_BYTES: usize = 64 << 10;
 /// Keys per request of a listing, and the maximum number of requests for one page of names, for etcd.
 const LISTED_KEYS: i64 = 200;
 const LISTINGS_MAX: usize = 60;
-/// Maximum size in bytes of a page of names. Fewer names are requested if it is larger.
-const NAMES_BYTES_MAX: usize = 8 << 20;
 
 /// The server that the pages are about.
 pub(super) struct Backend {
@@ -153,27 +158,17 @@ pub(super) struct Names {
     pub more: bool,
 }
 
-/// Returns names below a prefix, after one of them.
+/// Returns names below a prefix, after one of them. There are fewer than `limit` if they are long.
 pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u32) -> Result<Names, Failure> {
-    let mut at_once = limit;
-    loop {
-        let request = ChildrenRequest { prefix: prefix.to_vec().into(), after: after.to_vec().into(), limit: at_once };
-        match within(client.insight().max_decoding_message_size(NAMES_BYTES_MAX).children(request)).await {
-            Ok(page) => {
-                let page = page.into_inner();
-                let name = |child: orlop_wire::proto::client::orlopb::NamedChild| Name {
-                    name: child.name.into(),
-                    is_prefix: child.is_prefix,
-                };
-                return Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more });
-            }
-            // The names are too long.
-            Err(status) if status.code() == Code::OutOfRange && at_once > 1 => at_once = (at_once / 8).max(1),
-            Err(status) if status.code() == Code::Unimplemented => {
-                return list_names(client, prefix, after, limit as usize).await;
-            }
-            Err(status) => return Err(status.into()),
+    let request = ChildrenRequest { prefix: prefix.to_vec().into(), after: after.to_vec().into(), limit };
+    match within(client.insight().children(request)).await {
+        Ok(page) => {
+            let page = page.into_inner();
+            let name = |child: NamedChild| Name { name: child.name.into(), is_prefix: child.is_prefix };
+            Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more })
         }
+        Err(status) if status.code() == Code::Unimplemented => list_names(client, prefix, after, limit as usize).await,
+        Err(status) => Err(status.into()),
     }
 }
 
@@ -367,7 +362,9 @@ pub(super) struct Watch {
 }
 
 /// Opens a watch of the keys below a prefix, for changes after a revision; 0: after the newest one. The server refuses it
-/// unless the user may read all of the keys.
+/// unless the user may read all of the keys. The watch also receives its progress: responses without events, with the
+/// revision up to which all events were sent. `progress_notify` would be less frequent than compactions: the server's
+/// default interval is 10 minutes, and kube-apiserver compacts every 5.
 pub(super) async fn watch(client: &Client, prefix: &[u8], after: i64) -> Result<Watch, Failure> {
     let create = WatchCreateRequest {
         key: if prefix.is_empty() { vec![0].into() } else { prefix.to_vec().into() },
@@ -376,8 +373,12 @@ pub(super) async fn watch(client: &Client, prefix: &[u8], after: i64) -> Result<
         ..WatchCreateRequest::default()
     };
     let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    // The end of the requests would end the watch.
-    let requests = tokio_stream::once(request).chain(tokio_stream::pending());
+    // Without an end, which would end the watch.
+    let progress = stream::unfold((), |()| async {
+        sleep(PROGRESS_PAUSE).await;
+        Some((WatchRequest { request_union: Some(RequestUnion::ProgressRequest(WatchProgressRequest {})) }, ()))
+    });
+    let requests = tokio_stream::once(request).chain(progress);
     let open = async {
         let mut responses = client.watch().watch(requests).await?.into_inner();
         let created = responses.message().await?;

@@ -7,7 +7,13 @@ use orlop_client::ServerFlags;
 use orlop_core::{overload::Steps, supervise::vital};
 use tokio::{sync::watch, time::timeout};
 
-use super::{Console, backend::Place, embedded::announce, limits::CONNECTION_REQUESTS_MAX, routes};
+use super::{
+    Console,
+    backend::Place,
+    embedded::announce,
+    limits::{CONNECTION_REQUESTS_MAX, KEEPALIVE_INTERVAL},
+    routes,
+};
 use crate::{
     config::{FileMode, HostName, List, ListenUrl, Scheme, Tls, TlsVersion},
     net::{self, ConnectionLimit, Listener, tls},
@@ -15,8 +21,6 @@ use crate::{
 
 /// Maximum time for browsers to receive their last responses when the process stops.
 const DRAIN_MAX: Duration = Duration::from_secs(2);
-/// Longer than the idle limit of the page, so that pings do not keep idle connections open.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(120);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, clap::Args)]

@@ -17,7 +17,7 @@ use tracing::info;
 use super::{
     Console,
     backend::{Place, ServePipe},
-    limits::CONNECTION_REQUESTS_MAX,
+    limits::{CONNECTION_REQUESTS_MAX, KEEPALIVE_INTERVAL},
     routes,
 };
 use crate::{
@@ -48,9 +48,12 @@ impl Page<'_> {
         stopping: &watch::Receiver<bool>,
         servers: &mut JoinSet<()>,
     ) -> Result<(), String> {
-        // The server's own limit is for clients, which may send any number of calls.
-        let max_concurrent_streams = settings.max_concurrent_streams.min(CONNECTION_REQUESTS_MAX);
-        let settings = net::Settings { max_concurrent_streams, ..settings.clone() };
+        // The server's own settings are for clients, which may send any number of calls and be idle for any time.
+        let settings = net::Settings {
+            max_concurrent_streams: settings.max_concurrent_streams.min(CONNECTION_REQUESTS_MAX),
+            keepalive_interval: KEEPALIVE_INTERVAL,
+            ..settings.clone()
+        };
         for listener in listeners {
             let Some(listen) = listener.urls.first().cloned() else { continue };
             let console = Console::new(self.place(), &listen, self.allowed_hosts, stopping.clone())?;

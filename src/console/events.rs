@@ -2,7 +2,8 @@
 //!
 //! A message contains rows of a table. At most [`ROWS_MAX`] rows are sent every [`PAUSE`]; of more events, only the number
 //! is shown. Values are not sent. The id of a message is the revision up to which changes were sent: a browser that
-//! connects again sends it, and receives the changes after it.
+//! connects again sends it, and receives the changes after it. Without changes, the id advances with the progress of the
+//! watch: otherwise a compaction would seem to have removed changes that the browser has not received.
 //!
 //! ```text
 //! server ── watch ──▶ reading task ── Unread: at most ROWS_MAX rows ──▶ Events ──▶ browser
@@ -47,7 +48,7 @@ use super::{
 const ROWS_MAX: usize = 50;
 /// Minimum time between two messages.
 const PAUSE: Duration = Duration::from_millis(250);
-/// Time after which the session and its rights are checked, and a comment shows that the connection is alive.
+/// Time after which the session and its rights are checked. The message that follows shows that the connection is alive.
 const CHECK_PAUSE: Duration = Duration::from_secs(15);
 /// Maximum time of a stream. Browsers connect again.
 const STREAM_MAX: Duration = Duration::from_secs(60 * 60);
@@ -77,8 +78,6 @@ struct Events {
     console: Console,
     /// The request's, to check its session again.
     headers: HeaderMap,
-    /// The revision after which the changes begin, until it is sent.
-    begin: Option<i64>,
     user: Option<String>,
     prefix: Vec<u8>,
     watched: Arc<Watched>,
@@ -91,7 +90,6 @@ struct Events {
 }
 
 /// The state that the reading task and the response share.
-#[derive(Default)]
 struct Watched {
     unread: Mutex<Unread>,
     changed: Notify,
@@ -124,7 +122,7 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     if begin == 0 {
         begin = watch.head;
     }
-    let watched = Arc::new(Watched::default());
+    let watched = Arc::new(Watched::after(begin));
     let mut reading = JoinSet::new();
     reading.spawn(read(visitor.client, prefix.clone(), watch.responses, Arc::clone(&watched)));
     let now = Instant::now();
@@ -132,7 +130,6 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     Ok(Events {
         console,
         headers,
-        begin: Some(begin),
         user: visitor.user,
         prefix,
         watched,
@@ -156,7 +153,7 @@ async fn read(client: Client, prefix: Vec<u8>, mut responses: Streaming<WatchRes
     let reading = async {
         loop {
             match responses.message().await {
-                Ok(Some(response)) if !response.canceled => watched.add(&response.events),
+                Ok(Some(response)) if !response.canceled => watched.add(&response),
                 Ok(Some(response)) if response.compact_revision > 0 => {
                     // The watch begins again at the first revision that is left.
                     watched.add_compaction(response.compact_revision);
@@ -175,8 +172,13 @@ async fn read(client: Client, prefix: Vec<u8>, mut responses: Streaming<WatchRes
 }
 
 impl Watched {
-    fn add(&self, events: &[Event]) {
-        self.unread.lock().add(events);
+    /// Returns the state at a revision after which the changes begin.
+    fn after(revision: i64) -> Self {
+        Self { unread: Mutex::new(Unread { revision, ..Unread::default() }), changed: Notify::new() }
+    }
+
+    fn add(&self, response: &WatchResponse) {
+        self.unread.lock().add(response);
         self.changed.notify_one();
     }
 
@@ -196,14 +198,19 @@ impl Watched {
 }
 
 impl Unread {
-    fn add(&mut self, events: &[Event]) {
+    fn add(&mut self, response: &WatchResponse) {
+        let events = &response.events;
         let skipped = events.len().saturating_sub(ROWS_MAX);
         self.skipped += skipped;
         for event in &events[skipped..] {
             self.push(row(event));
         }
-        let last = events.last().and_then(|event| event.kv.as_ref());
-        self.revision = last.map_or(self.revision, |kv| kv.mod_revision);
+        let read = match events.last() {
+            Some(event) => event.kv.as_ref().map_or(0, |kv| kv.mod_revision),
+            // The progress of the watch.
+            None => response.header.as_ref().map_or(0, |header| header.revision),
+        };
+        self.revision = self.revision.max(read);
     }
 
     fn add_compaction(&mut self, revision: i64) {
@@ -222,8 +229,11 @@ impl Unread {
         self.rows.push_back(row);
     }
 
-    /// Removes the rows, and returns them as a message.
+    /// Removes the rows, and returns them as a message; without rows, a message with the revision.
     fn take(&mut self) -> String {
+        if self.rows.is_empty() {
+            return message("begin", self.revision, "");
+        }
         // The newest first, as the table shows them.
         let rows: String = self.rows.drain(..).rev().collect();
         let skipped = std::mem::take(&mut self.skipped);
@@ -243,9 +253,6 @@ impl Events {
             if *self.stopping.borrow() {
                 return None;
             }
-            if let Some(revision) = self.begin.take() {
-                return Some(message("begin", revision, ""));
-            }
             let (has_rows, is_over) = {
                 let unread = self.watched.unread.lock();
                 (!unread.rows.is_empty(), unread.is_over)
@@ -258,17 +265,19 @@ impl Events {
                 biased;
                 () = sleep_until(self.next_check) => {
                     self.next_check = Instant::now() + CHECK_PAUSE;
-                    return self.is_permitted().await.then(|| ": alive\n\n".to_owned());
+                    return if self.is_permitted().await { Some(self.take()) } else { None };
                 }
-                () = sleep_until(self.next_message), if has_rows => {
-                    self.next_message = Instant::now() + PAUSE;
-                    return Some(self.watched.unread.lock().take());
-                }
+                () = sleep_until(self.next_message), if has_rows => return Some(self.take()),
                 // Cancel safe: the state was read before, and is read again in each round.
                 () = self.watched.changed.notified() => {}
                 _ = self.stopping.changed() => return None,
             }
         }
+    }
+
+    fn take(&mut self) -> String {
+        self.next_message = Instant::now() + PAUSE;
+        self.watched.unread.lock().take()
     }
 
     /// Returns whether the session still exists, or authentication is still disabled, and the user may still read what is
@@ -319,7 +328,7 @@ fn row(event: &Event) -> String {
 #[cfg(test)]
 mod tests {
     use http::HeaderValue;
-    use orlop_wire::proto::client::mvccpb::KeyValue;
+    use orlop_wire::proto::client::{etcdserverpb::ResponseHeader, mvccpb::KeyValue};
 
     use super::*;
 
@@ -349,7 +358,7 @@ mod tests {
                     Event { kv: Some(kv), ..Event::default() }
                 };
                 let events: Vec<Event> = (0..*batch).map(next).collect();
-                unread.add(&events);
+                unread.add(&WatchResponse { events, ..WatchResponse::default() });
             }
             let text = unread.take();
             assert_eq!(text.matches("<td class=\"wide\">").count(), rows, "{text}");
@@ -358,6 +367,31 @@ mod tests {
             assert_eq!(text.contains("which are not shown"), skipped > 0, "{text}");
             assert_eq!(text.contains(&format!(">{skipped} more events")), skipped > 0, "{text}");
             assert!(unread.rows.is_empty() && unread.skipped == 0, "the next message begins anew");
+        }
+    }
+
+    #[test]
+    fn id_is_the_revision_up_to_which_events_were_read() {
+        let response = |revision, changed: &[i64]| {
+            let event = |revision: &i64| {
+                let kv = KeyValue { key: "/a".into(), mod_revision: *revision, ..KeyValue::default() };
+                Event { kv: Some(kv), ..Event::default() }
+            };
+            let header = Some(ResponseHeader { revision, ..ResponseHeader::default() });
+            WatchResponse { header, events: changed.iter().map(event).collect(), ..WatchResponse::default() }
+        };
+        for (responses, name, id) in [
+            (&[][..], "begin", 5),
+            (&[response(8, &[])], "begin", 8),
+            // The header of events can be ahead of them.
+            (&[response(9, &[6, 7])], "rows", 7),
+            (&[response(9, &[6, 7]), response(9, &[])], "rows", 9),
+            (&[response(3, &[])], "begin", 5),
+        ] {
+            let mut unread = Unread { revision: 5, ..Unread::default() };
+            responses.iter().for_each(|response| unread.add(response));
+            let text = unread.take();
+            assert!(text.starts_with(&format!("event: {name}\nid: {id}\n")), "{text}");
         }
     }
 

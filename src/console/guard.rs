@@ -32,8 +32,9 @@ const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
-    // With "no-referrer", browsers would send "Origin: null" with this page's own forms.
-    (header::REFERRER_POLICY, HeaderValue::from_static("same-origin")),
+    // With "no-referrer", browsers would send "Origin: null" with this page's own forms; with "same-origin", up to 4 KiB of
+    // the address, so that requests about long keys would be too large.
+    (header::REFERRER_POLICY, HeaderValue::from_static("strict-origin")),
     (HeaderName::from_static("cross-origin-opener-policy"), HeaderValue::from_static("same-origin")),
     (HeaderName::from_static("cross-origin-resource-policy"), HeaderValue::from_static("same-origin")),
 ];

@@ -15,6 +15,9 @@ use super::backend::Failure;
 
 /// Maximum number of requests at the same time on one connection to the page. Each can have a response that is not read.
 pub(super) const CONNECTION_REQUESTS_MAX: u32 = 32;
+/// Interval of HTTP/2's keepalive pings. Longer than the idle limit of the page, so that pings do not keep idle connections
+/// open.
+pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(120);
 /// Maximum number of passwords that are checked at the same time.
 const LOG_INS_MAX: usize = 4;
 /// Maximum number of log-ins that wait until their password is checked. Further ones are refused.
@@ -222,7 +225,7 @@ mod tests {
             assert!(poll!(log_in).is_pending());
         }
         assert!(matches!(poll!(Box::pin(log_ins.begin())), Poll::Ready(None)), "one too many");
-        // A visitor who leaves makes place for another one, who waits for the end of a check.
+        // A visitor who leaves makes room for another one, who waits for the end of a check.
         drop(waiting.pop());
         let mut next = pin!(log_ins.begin());
         assert!(poll!(&mut next).is_pending());

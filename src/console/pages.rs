@@ -306,7 +306,7 @@ fn table(name: &str, head: &[&str], rows: Markup) -> Markup {
     }
 }
 
-/// How much of a value or of a difference a page can still show. After a line that does not fit, no line does.
+/// Remaining lines and bytes of a value or a difference on a page. After a line that does not fit, no line does.
 struct Space {
     lines: usize,
     bytes: usize,

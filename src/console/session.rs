@@ -269,7 +269,7 @@ mod tests {
             assert!(sessions.find(&headers, Access::Check).is_some());
             tokio::time::advance(IDLE_MAX / 3 + Duration::from_secs(1)).await;
         }
-        assert!(sessions.find(&headers, Access::Check).is_none(), "a check is no use");
+        assert!(sessions.find(&headers, Access::Check).is_none(), "a check does not count as use");
         let cookie = sessions.begin("a".to_owned(), token());
         let headers = self::headers(&[&cookie]);
         assert!(sessions.end(&headers).to_str().is_ok_and(|cookie| cookie.contains("Max-Age=0")));

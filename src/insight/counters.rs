@@ -102,7 +102,7 @@ fn durations(page: &MetricsPage) -> BTreeMap<String, Histogram> {
     let unary = |labels: &Labels<'_>| method(labels).filter(|_| labels.get("grpc_type") == Some(&"unary"));
     let others = [
         histograms(page, "grpc_server_handling_seconds", unary),
-        // Of an etcd without `--metrics extensive`: the part of a write that follows consensus and the sync to the disk.
+        // An etcd without `--metrics extensive` reports only the part of a write after consensus and the sync to the disk.
         histograms(page, "etcd_server_apply_duration_seconds", |labels| kind(labels, "op")),
     ];
     for (method, histogram) in others.into_iter().flatten() {

@@ -194,9 +194,11 @@ async fn interrupted_save_leaves_nothing() {
     let home = TempDir::new().expect("a folder");
     server.pause();
     for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
-        let mut save = Command::new(orlop_program());
+        // The tests may run with SIGHUP ignored, as under nohup.
+        let mut save = Command::new("env");
+        save.arg("--default-signal=HUP").arg(orlop_program());
         save.args(["snapshot", "save", "--endpoints", server.endpoint(), text(home.path())]);
-        let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("orlop is built with the tests");
+        let save = save.stderr(Stdio::piped()).kill_on_drop(true).spawn().expect("env is always there");
         eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
         send_signal(save.id().expect("the process runs"), signal);
         let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");

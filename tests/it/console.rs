@@ -72,7 +72,7 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
                 ("x-content-type-options", "nosniff"),
                 ("cache-control", "no-store"),
                 ("x-frame-options", "DENY"),
-                ("referrer-policy", "same-origin"),
+                ("referrer-policy", "strict-origin"),
             ] {
                 assert_eq!(answer.header(header), Some(want), "{path}");
             }

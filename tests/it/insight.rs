@@ -5,7 +5,8 @@ use std::{path::Path, time::Instant};
 use orlop_wire::proto::client::{
     etcdserverpb::{LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, WatchCreateRequest},
     orlopb::{
-        ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest, WatchersResponse,
+        ChildrenRequest, ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
+        WatchersResponse,
     },
 };
 use rustix::process::Signal;
@@ -79,6 +80,30 @@ async fn sizes_are_those_of_the_newest_pairs(backend: Backend) {
         let long = SizesRequest { prefix: vec![b'a'; 4_096].into(), ..Default::default() };
         assert_eq!(client.insight.sizes(long).await.expect_err("too long").code(), Code::InvalidArgument);
     }
+}
+
+async fn long_names_are_in_short_pages(backend: Backend) {
+    // A request for the next page contains a name, and has at most 256 KiB.
+    const NAME_BYTES: usize = 200_000;
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let keys =
+        ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m"].map(|letter| letter.repeat(NAME_BYTES));
+    for key in &keys {
+        put(&mut client, key, 1, 0).await;
+    }
+    let (mut names, mut more) = (Vec::new(), true);
+    while more {
+        let after = names.last().cloned().unwrap_or_default();
+        let request = ChildrenRequest { after, limit: 1_000, ..Default::default() };
+        let page = client.insight.children(request).await.expect("names").into_inner();
+        // The last name of a page may exceed 1 MiB.
+        let bytes: usize = page.children.iter().map(|child| child.name.len()).sum();
+        assert!(bytes < (1 << 20) + NAME_BYTES, "{} names of {bytes} bytes", page.children.len());
+        more = page.more;
+        names.extend(page.children.into_iter().map(|child| child.name));
+    }
+    assert!(names.iter().map(|name| &name[..]).eq(keys.iter().map(String::as_bytes)), "{} names", names.len());
 }
 
 async fn watchers(client: &Client) -> WatchersResponse {
@@ -398,6 +423,7 @@ async fn top_waits_for_its_server_and_restores_the_terminal() {
 
 on_both_backends!(
     sizes_are_those_of_the_newest_pairs,
+    long_names_are_in_short_pages,
     watchers_are_counted_by_range_and_slow_ones_come_first,
     slow_requests_are_kept_with_their_phases,
     leases_that_expire_next_come_first,

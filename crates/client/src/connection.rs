@@ -167,7 +167,7 @@ impl Client {
 
     /// Returns the service that only Orlop has.
     pub fn insight(&self) -> InsightClient<Connection> {
-        InsightClient::with_origin(self.connection.clone(), self.origin.clone())
+        InsightClient::with_origin(self.connection.clone(), self.origin.clone()).max_decoding_message_size(usize::MAX)
     }
 
     pub fn watch(&self) -> WatchClient<Connection> {

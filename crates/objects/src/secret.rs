@@ -25,26 +25,42 @@ pub(crate) fn is_secret_kind(kind: &str) -> bool {
 /// Reports whether a value that is no valid object could be a damaged Secret or a manifest of one.
 pub(crate) fn may_contain_secret(text: &str) -> bool {
     let begin = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}');
-    // In JSON, an escape can stand for any letter.
-    begin.starts_with(['{', '[']) && ["Secret", "\\u"].iter().any(|part| text.contains(part))
+    // In JSON and YAML, an escape can stand for any letter.
+    begin.starts_with(['{', '[']) && ["Secret", "\\u", "\\x", "\\U"].iter().any(|part| text.contains(part))
         || is_secret_manifest(text)
 }
 
 /// Reports whether a text contains the key `kind` with a value that begins with `Secret`. YAML allows quotes around both
-/// and blanks between them. With an anchor, a tag, an escape or as a block, the value may be any word, so such a text
-/// counts as a Secret if it also has data. Manifests of other kinds, which are written as plain words, do not.
+/// and blanks between them. With an anchor, a tag, an escape or a comment, or as a block, the value may be any word, so such
+/// a text counts as a Secret if it also has data. Manifests of other kinds, which are written as plain words, do not.
 fn is_secret_manifest(text: &str) -> bool {
     let is_blank_or_quote = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
     let is_part = |before: &str| before.ends_with(char::is_alphanumeric);
     let has_data =
         || ["data", "stringData"].iter().any(|name| text.match_indices(name).any(|(at, _)| !is_part(&text[..at])));
-    text.split("kind").skip(1).any(|rest| {
+    let has_kind = text.split("kind").skip(1).any(|rest| {
         let Some(value) = rest.trim_start_matches(is_blank_or_quote).strip_prefix(':') else { return false };
         let value = value.trim_start_matches(is_blank_or_quote);
         let word = value.split(is_blank_or_quote).next().unwrap_or_default();
-        let is_unusual = word.starts_with(['&', '*', '!', '|', '>']) || word.contains('\\');
+        let is_unusual = word.starts_with(['&', '*', '!', '|', '>', '#']) || word.contains('\\');
         word.starts_with("Secret") || is_unusual && has_data()
+    });
+    has_kind || has_escaped_key(text) && (text.contains("Secret") || has_data())
+}
+
+/// Reports whether a line begins with a key in quotes that contains an escape. The key may be `kind`.
+fn has_escaped_key(text: &str) -> bool {
+    text.lines().any(|line| {
+        let line = line.trim_start_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '?' | '\u{feff}'));
+        let key = line.strip_prefix('"').and_then(|line| line.split_once('"'));
+        key.is_some_and(|(key, rest)| key.contains('\\') && rest.trim_start().starts_with(':'))
     })
+}
+
+/// Reports whether a text in a tree is the base64 of an object in protobuf, or of other bytes that may contain a Secret.
+fn may_contain_secret_in_base64(text: &str) -> bool {
+    text.starts_with(ENVELOPE_BASE64)
+        || BASE64_STANDARD.decode(text).is_ok_and(|bytes| may_contain_secret(&String::from_utf8_lossy(&bytes)))
 }
 
 /// Masks all Secrets in a tree and returns the number of masked values.
@@ -60,7 +76,7 @@ pub(crate) fn mask(node: &mut Node) -> usize {
             own + children(node)
         }
         Node::List(_) => children(node),
-        Node::Text(text) if text.starts_with(ENVELOPE_BASE64) => mask_value(node),
+        Node::Text(text) if may_contain_secret_in_base64(text) => mask_value(node),
         Node::Null | Node::Bool(_) | Node::Number(_) | Node::Text(_) | Node::Masked(_) => 0,
     }
 }

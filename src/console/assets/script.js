@@ -10,7 +10,7 @@
     if (status && status.textContent !== text) status.textContent = text;
   };
 
-  // What a person can focus: links but those of treemaps, which the tables repeat, and tables that scroll.
+  // Elements that can have the focus: links, except those of treemaps, which the tables repeat, and tables that scroll.
   const focusable = (part) => [...part.querySelectorAll('a:not([tabindex="-1"]), .scroll')];
   const nameOf = (element) => element.getAttribute("href") || element.getAttribute("aria-label");
 

@@ -39,6 +39,7 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     }
     if let ([only], true) = (page.names.as_slice(), after.is_empty())
         && only.is_prefix
+        && !page.more
     {
         prefix = only.name.clone();
         page = names(client, &prefix, &after, NAMES_MAX).await?;

@@ -17,9 +17,12 @@ pub(super) fn shown_name(name: &[u8]) -> String {
     }
 }
 
-/// Returns the beginning of a text.
-pub(super) fn cut(text: &str) -> &str {
-    &text[..text.floor_char_boundary(SHOWN_BYTES_MAX)]
+/// Returns a text; of a long one, only the beginning.
+pub(super) fn cut(text: &str) -> String {
+    match text.split_at(text.floor_char_boundary(SHOWN_BYTES_MAX)) {
+        (_, "") => text.to_owned(),
+        (start, rest) => format!("{start}… (cut: {} bytes)", rest.len()),
+    }
 }
 
 /// Returns a name with marks under spaces at its beginning and its end, which nobody would see.
@@ -94,6 +97,19 @@ mod tests {
             assert_eq!(link.contains("href="), is_linked, "{len} bytes");
             assert_eq!(link.contains("cut: "), cut.is_some(), "{len} bytes");
             assert!(cut.is_none_or(|cut| link.contains(cut)), "{len} bytes: {link}");
+        }
+    }
+
+    #[test]
+    fn long_texts_are_cut() {
+        let (k, u) = (|len| "k".repeat(len), |len| "ü".repeat(len));
+        for (text, want) in [
+            (u(1), u(1)),
+            (k(SHOWN_BYTES_MAX), k(SHOWN_BYTES_MAX)),
+            (k(SHOWN_BYTES_MAX + 9), k(SHOWN_BYTES_MAX) + "… (cut: 9 bytes)"),
+            (k(1) + &u(SHOWN_BYTES_MAX / 2), k(1) + &u(SHOWN_BYTES_MAX / 2 - 1) + "… (cut: 2 bytes)"),
+        ] {
+            assert_eq!(cut(&text), want);
         }
     }
 

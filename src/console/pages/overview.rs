@@ -209,7 +209,7 @@ fn watched(range: &WatchedRange) -> Markup {
     let is_slow = range.catching_up > 0 || range.revision_lag > 0;
     html! {
         tr class=[is_slow.then_some("slow")] {
-            td.wide { (names::link("/keys?prefix=", &range.key.0, &html! { (escaped(names::cut(&range.text))) })) }
+            td.wide { (names::link("/keys?prefix=", &range.key.0, &html! { (escaped(&names::cut(&range.text))) })) }
             td.number { (range.watchers) }
             td.number { (range.catching_up) }
             td.number { (range.queued) }
@@ -245,7 +245,7 @@ fn slow_requests(slow: &SlowRequests) -> Markup {
             tr {
                 td.number { (time_of_day(request.ended_unix_ms)) }
                 td.wide {
-                    (escaped(request.method.rsplit('.').next().unwrap_or_default())) " " span.muted { (escaped(names::cut(&request.request))) }
+                    (escaped(request.method.rsplit('.').next().unwrap_or_default())) " " span.muted { (escaped(&names::cut(&request.request))) }
                     @if !request.code.eq_ignore_ascii_case("ok") { " " span.badge.deleted { (escaped(&request.code)) } }
                 }
                 td.number { (micros(request.took_us)) }

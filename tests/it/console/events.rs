@@ -63,4 +63,25 @@ async fn browser_that_connects_again_receives_what_it_missed(backend: Backend) {
     events.until("/key?key=/r/d").await;
 }
 
-on_both_backends!(events_are_shown_as_they_come, browser_that_connects_again_receives_what_it_missed);
+async fn compaction_loses_no_changes_of_a_quiet_prefix(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let page = Page::about(server.endpoint(), &[]);
+    let visitor = page.visitor();
+    let mut events = visitor.events("/r/").await;
+    let revision = put(&mut client, "/other", b"1").await;
+    events.until(&format!("\nid: {revision}\n")).await;
+    let last = events.last_id();
+    drop(events);
+    client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
+    let mut events = visitor.events_after("/r/", &last).await;
+    put(&mut client, "/r/a", b"1").await;
+    let text = events.until("/key?key=/r/a").await;
+    assert!(!text.contains("are compacted"), "{text}");
+}
+
+on_both_backends!(
+    events_are_shown_as_they_come,
+    browser_that_connects_again_receives_what_it_missed,
+    compaction_loses_no_changes_of_a_quiet_prefix,
+);

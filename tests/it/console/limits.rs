@@ -3,12 +3,7 @@
 use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
-    task::JoinSet,
-    time::timeout,
-};
+use tokio::{net::TcpStream, task::JoinSet, time::timeout};
 
 use super::page::{Page, Visitor, put, value_of};
 use crate::{
@@ -161,30 +156,40 @@ async fn pages_that_browsers_do_not_read_are_bounded() {
     page.visitor().open("/").await;
     let peak = page.peak_mib();
     assert!(peak < 400, "the page took {peak} MiB");
-    // Pages that were left make place for others.
+    // A page that was left makes room for another one.
     drop((unread, responses));
     page.visitor().open("/key?key=a").await;
 }
 
+/// Maximum number of connections to the page.
+const CONNECTIONS_MAX: usize = 256;
+/// Maximum time until an idle connection is closed: 90 s, and some time for a slow machine.
+const IDLE_TIME_MAX: Duration = Duration::from_secs(110);
+
+/// The clients acknowledge the server's pings, and send nothing else.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn idle_connections_do_not_keep_visitors_out() {
     let url = format!("http://127.0.0.1:{}", free_port());
-    let server = Server::orlop_with(Backend::Sqlite, &["--console-listen-url", &url]).await;
-    let server = server.expect("SQLite is always there");
-    let page = Page::about(server.endpoint(), &[]);
-    for url in [&url, &page.url] {
-        let mut idle = Vec::new();
-        for _ in 0..100 {
-            let address = url.strip_prefix("http://").expect("an address");
-            let mut tcp = TcpStream::connect(address).await.expect("the page accepts connections");
-            let request = format!("GET /assets/icon.svg HTTP/1.1\r\nHost: {address}\r\n\r\n");
-            tcp.write_all(request.as_bytes()).await.expect("the page reads");
-            let mut part = [0; 16];
-            timeout(DEADLINE, tcp.read_exact(&mut part)).await.expect("a response").expect("the page answers");
-            idle.push(tcp);
-        }
-        Visitor::new(url).open("/").await;
+    let flags = ["--console-listen-url", &url, "--grpc-keepalive-interval", "30s"];
+    let _server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    let address = url.strip_prefix("http://").expect("an address");
+    let (mut connections, mut idle) = (JoinSet::new(), Vec::new());
+    for _ in 0..CONNECTIONS_MAX {
+        let tcp = TcpStream::connect(address).await.expect("the page accepts connections");
+        let (mut requests, connection) = h2::client::handshake(tcp).await.expect("a handshake");
+        connections.spawn(connection);
+        let request = http::Request::get(format!("{url}/assets/icon.svg")).body(()).expect("a request");
+        let (response, _) = requests.send_request(request, true).expect("a request is sent");
+        let response = timeout(DEADLINE, response).await.expect("a response").expect("the page answers");
+        assert_eq!(response.status(), 200);
+        idle.push(requests);
     }
+    let too_many = timeout(Duration::from_secs(2), Visitor::new(&url).get("/")).await;
+    assert!(too_many.is_err(), "one more connection was served");
+    let closed = timeout(IDLE_TIME_MAX, connections.join_next()).await;
+    assert!(closed.is_ok_and(|closed| closed.is_some()), "no idle connection was closed");
+    Visitor::new(&url).open("/").await;
+    drop(idle);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

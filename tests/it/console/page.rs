@@ -143,7 +143,8 @@ impl Visitor {
         if status != Some(200) {
             return Err(status);
         }
-        events.until(": alive").await;
+        // The first message.
+        events.until("\n\n").await;
         Ok(events)
     }
 

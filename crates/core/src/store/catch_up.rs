@@ -134,9 +134,9 @@ impl Shared {
                 Some((meta, _)) if !self.authority.is_at(meta.auth) => Some(self.log.auth().await?),
                 _ => None,
             };
-            // From here on nothing fails until the leases are updated: a known server means that they are.
             if position.server != before.server {
                 self.compare_tail(position.head).await?;
+                // From here on nothing fails until the leases are updated: a known server means that they are.
                 self.replication.server.store(position.server, Ordering::Relaxed);
             }
             if let Some((meta, scope)) = &state {

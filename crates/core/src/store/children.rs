@@ -13,6 +13,8 @@ use crate::{
     types::{Key, KeyRange},
 };
 
+/// Size in bytes at which a page ends. Its last name may exceed it, because a name can be as long as a request.
+const PAGE_BYTES: usize = 1 << 20;
 /// Maximum number of keys without a live version that are visited while the index is locked.
 const STEP_KEYS: usize = 2_000;
 
@@ -33,8 +35,8 @@ pub struct ChildrenPage {
 }
 
 impl Store {
-    /// Returns at most `limit` children of a prefix after the child `after`; empty: from the first one. The caller needs
-    /// the right to read all keys below the prefix.
+    /// Returns at most `limit` children of a prefix after the child `after`; empty: from the first one. Returns fewer if
+    /// their names reach [`PAGE_BYTES`]. The caller needs the right to read all keys below the prefix.
     ///
     /// # Cancel safety
     ///
@@ -57,6 +59,10 @@ struct Search {
     start: Bound<Vec<u8>>,
     limit: usize,
     found: Vec<NamedChild>,
+    /// Length of the names found.
+    bytes: usize,
+    /// Whether there are children behind a full page.
+    more: bool,
 }
 
 impl Search {
@@ -66,14 +72,14 @@ impl Search {
             Some([.., b'/']) => behind(after),
             Some(_) => Bound::Excluded(after.to_vec()),
         };
-        Self { prefix_len: prefix.len(), range: KeyRange::of_prefix(prefix), start, limit, found: Vec::new() }
+        let range = KeyRange::of_prefix(prefix);
+        Self { prefix_len: prefix.len(), range, start, limit, found: Vec::new(), bytes: 0, more: false }
     }
 
     /// Visits at most `budget` keys. Returns whether the search has ended.
     fn step(&mut self, index: &TreeIndex, budget: usize) -> bool {
         let mut left = budget;
-        // One more child than the limit shows whether there are more.
-        while self.found.len() <= self.limit {
+        loop {
             let start = match &self.start {
                 Bound::Included(key) => Bound::Included(key.as_slice()),
                 Bound::Excluded(key) => Bound::Excluded(key.as_slice()),
@@ -85,8 +91,13 @@ impl Search {
                 return true;
             }
             match index.first((start, end), index.head(), &mut left) {
+                First::Found(_) if self.is_full() => {
+                    self.more = true;
+                    return true;
+                }
                 First::Found(key) => {
                     let (child, next) = self.child_of(key);
+                    self.bytes += child.name.len();
                     self.found.push(child);
                     self.start = next;
                 }
@@ -97,7 +108,10 @@ impl Search {
                 First::End => return true,
             }
         }
-        true
+    }
+
+    fn is_full(&self) -> bool {
+        self.found.len() >= self.limit || self.bytes >= PAGE_BYTES
     }
 
     /// Returns the child to which a key belongs, and where the next one starts.
@@ -112,10 +126,8 @@ impl Search {
         }
     }
 
-    fn finish(mut self) -> ChildrenPage {
-        let more = self.found.len() > self.limit;
-        self.found.truncate(self.limit);
-        ChildrenPage { children: self.found, more }
+    fn finish(self) -> ChildrenPage {
+        ChildrenPage { children: self.found, more: self.more }
     }
 }
 
@@ -181,5 +193,14 @@ mod tests {
         check(&keys, "/r/", 3, &[&["/r/a", "/r/a/", "/r/b/"], &["/r/c"]]);
         check(&keys, "/r/a", 9, &[&["/r/a", "/r/a/"]]);
         check(&["-a/1", "-a/2", "-b", "c", "-d/1", "d/2"], "", 1, &[&["c"], &["d/"]]);
+    }
+
+    #[test]
+    fn pages_of_long_names_are_short() {
+        let names = ["a", "b", "c", "d"].map(|letter| letter.repeat(PAGE_BYTES / 2));
+        let [a, b, c, d] = names.each_ref().map(String::as_str);
+        check(&[a, b, c, d], "", 100, &[&[a, b], &[c, d]]);
+        let long = "b".repeat(2 * PAGE_BYTES);
+        check(&["a", &long, "c"], "", 100, &[&["a", &long], &["c"]]);
     }
 }

@@ -464,8 +464,7 @@ mod tests {
     fn watches_of_all_streams_have_a_limit_together() {
         let hub = Hub::new(Revision(10), Some(Revision(5)), Arc::default());
         let streams = [Arc::new(hub.outbox()), Arc::new(hub.outbox())];
-        // It counts eight times: an eighth of the limit, and a little more.
-        let range = KeyRange::from_wire(b"a", &vec![b'z'; WATCH_BYTES_MAX / 64]);
+        let range = KeyRange::from_wire(b"a", b"z");
         let flavor = Flavor { prev_kv: false, puts: true, deletes: true };
         let spec = |start| Spec {
             id: None,
@@ -476,6 +475,9 @@ mod tests {
             progress_notify: false,
         };
         let (compacted, behind, future) = (spec(3), spec(7), spec(100));
+        // Seven more fit.
+        let others = WATCH_BYTES_MAX - 7 * behind.watch_bytes();
+        hub.state.lock().watch_bytes = others;
         let create = |id: usize, spec: &Spec| hub.create(&streams[id % 2], WatchId(id as i64), spec);
         assert_eq!(create(0, &compacted), Some(JoinOutcome::Compacted(Revision(5))));
         for id in 1..=6 {
@@ -488,6 +490,6 @@ mod tests {
         for id in [1, 2, 3, 4, 5, 6, 8] {
             hub.remove(&streams[id % 2], WatchId(id as i64), &behind);
         }
-        assert_eq!(hub.state.lock().watch_bytes, 0);
+        assert_eq!(hub.state.lock().watch_bytes, others);
     }
 }

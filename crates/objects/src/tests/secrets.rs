@@ -34,6 +34,9 @@ fn secrets() -> Vec<Vec<u8>> {
     let types = encode(&[(1, b"v1"), (2, b"List")]);
     let list_in_envelope = encode(&[(1, &types), (2, list_in_json.as_bytes()), (4, b"application/json")]);
     let listed = json!({"apiVersion": "v1", "kind": "List", "items": [BASE64_STANDARD.encode(&stored)]});
+    // Its names are not unique, so it is shown as base64.
+    let embedded = format!(r#"{{"kind":"Secret","stringData":{{"a":"{HIDDEN}"}},"n":1,"n":2}}"#);
+    let revision = encode(&[(2, &encode(&[(1, embedded.as_bytes())]))]);
     let text = |value: &Value| value.to_string().into_bytes();
     let mut all = vec![
         stored.clone(),
@@ -51,7 +54,8 @@ fn secrets() -> Vec<Vec<u8>> {
         format!("\u{feff}{json}").into_bytes(),
         [text(&json), vec![0xff]].concat(),
         [MAGIC, &list_in_envelope].concat(),
-        format!(r#"{{"kind":"Secret","stringData":{{"a":"{HIDDEN}"}},"n":1,"n":2}}"#).into_bytes(),
+        object("apps/v1", "ControllerRevision", &revision),
+        embedded.into_bytes(),
         format!(r#"{{"kind":"\u0053ecret","stringData":{{"a":"{HIDDEN}"}},"n":1e-30000}}"#).into_bytes(),
     ];
     let kinds = [
@@ -67,6 +71,9 @@ fn secrets() -> Vec<Vec<u8>> {
         "kind: >-\n  Secret",
         "kind: \"\\x53ecret\"",
         "kind: \"Se\\x63ret\"",
+        "kind: # the kind\n  Secret",
+        "\"k\\x69nd\": Secret",
+        "\"k\\x69nd\": \"\\x53ecret\"",
     ];
     all.extend(kinds.map(|kind| format!("apiVersion: v1\n{kind}\nstringData:\n  a: {HIDDEN}\n").into_bytes()));
     all.extend((4..stored.len()).map(|end| stored[..end].to_vec()));
