@@ -58,8 +58,9 @@ const BATCH_REQUESTS_MAX: usize = 512;
 const BATCH_CHANGES_MAX: usize = 512;
 /// Number of bytes of keys and values at which a batch is closed.
 const BATCH_BYTES_MAX: usize = 4 << 20;
-/// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it.
-/// Measured: batches become one eighth larger. Unlike a timer, yielding costs nothing if no request arrives.
+/// Number of times the writer yields before it evaluates a batch, so that requests that are about to arrive join it, and
+/// replies of the batch before are sent first. Measured on SQLite, five pairs each: without it, 1, 8, 64 and 256 clients write
+/// 8, 2, 3 and 8 % less.
 const COLLECT_YIELDS: usize = 3;
 /// Number of lost races in a row after which the writer takes the append lock before it evaluates a batch.
 const LOSSES_MAX: u32 = 2;
