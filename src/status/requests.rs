@@ -54,6 +54,12 @@ mod tests {
     #[test]
     fn slowest_requests_come_first() {
         check("", &[]);
+        // An etcd reports the part of a write that follows consensus, too.
+        let etcd = "etcd_server_apply_duration_seconds_sum{op=\"Put\",success=\"true\",version=\"v3\"} 0.001\n\
+             etcd_server_apply_duration_seconds_count{op=\"Put\",success=\"true\",version=\"v3\"} 10\n\
+             grpc_server_handling_seconds_sum{grpc_method=\"Put\",grpc_service=\"etcdserverpb.KV\",grpc_type=\"unary\"} 0.5\n\
+             grpc_server_handling_seconds_count{grpc_method=\"Put\",grpc_service=\"etcdserverpb.KV\",grpc_type=\"unary\"} 10\n";
+        check(etcd, &[("KV/Put", 10, 0.05, None)]);
         let basic = "etcd_server_request_duration_seconds_bucket{success=\"true\",type=\"Put\",le=\"0.1\"} 90\n\
              etcd_server_request_duration_seconds_bucket{success=\"true\",type=\"Put\",le=\"0.2\"} 98\n\
              etcd_server_request_duration_seconds_bucket{success=\"true\",type=\"Put\",le=\"+Inf\"} 98\n\

@@ -138,15 +138,21 @@ async fn lock_wait_ends_at_the_callers_deadline(backend: Backend) {
     wait_for_keys(&client, "door/", 1).await;
 }
 
+/// Lets a first lease hold the lock `door`. Returns the call of a second one, which waits for it.
+async fn second_in_queue(client: &mut Client) -> JoinHandle<Result<String, Status>> {
+    for id in [0x10, 0x11] {
+        grant(client, id).await;
+    }
+    assert_eq!(held(lock(client, "door", 0x10)).await, "door/10");
+    let waiting = lock(client, "door", 0x11);
+    wait_for_keys(client, "door/", 2).await;
+    waiting
+}
+
 async fn waiting_lock_is_told_that_the_server_stops(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    for id in [0x10, 0x11] {
-        grant(&mut client, id).await;
-    }
-    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
-    let waiting = lock(&client, "door", 0x11);
-    wait_for_keys(&client, "door/", 2).await;
+    let waiting = second_in_queue(&mut client).await;
     server.terminate().await;
     let stopped = waiting.await.expect("the task ends").expect_err("the server stops");
     assert_eq!((stopped.code(), stopped.message()), (Code::Unavailable, "etcdserver: server stopped"));
@@ -173,12 +179,7 @@ async fn client_that_cancels_during_an_outage_leaves_the_queue() {
     let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    for id in [0x10, 0x11] {
-        grant(&mut client, id).await;
-    }
-    assert_eq!(held(lock(&client, "door", 0x10)).await, "door/10");
-    let waiting = lock(&client, "door", 0x11);
-    wait_for_keys(&client, "door/", 2).await;
+    let waiting = second_in_queue(&mut client).await;
     postgres.stop();
     waiting.abort();
     eventually("a failed attempt", async || {

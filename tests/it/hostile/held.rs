@@ -1,6 +1,6 @@
 //! Clients that send something complete, and then hold their streams or connections open.
 
-use futures_util::future::select_all;
+use futures_util::{StreamExt as _, future::select_all, stream::FuturesUnordered};
 use orlop_wire::proto::client::{etcdserverpb::LeaseTimeToLiveRequest, v3electionpb::LeaderRequest};
 
 use super::{
@@ -76,9 +76,20 @@ async fn unread_keys_of_a_lease_use_bounded_memory(backend: Backend) {
     let message: &'static [u8] = wire::message(&message).leak();
     let served = unread_responses(arena.endpoint(), sized(50, 10), TIME_TO_LIVE, message).await;
     assert!(served.1.iter().all(|answer| !answer.headers().contains_key("grpc-status")), "the first ones are served");
-    // The last ones wait for memory.
-    let others = complete_requests(arena.endpoint(), 550, TIME_TO_LIVE, message).await;
-    arena.survives("keys of a lease, never read", 700, (served, others)).await;
+    // Served ones are held, until one is refused because memory is short.
+    let (connection, waiting) = complete_requests(arena.endpoint(), 550, TIME_TO_LIVE, message).await;
+    let (mut waiting, mut held): (FuturesUnordered<_>, _) = (waiting.into_iter().collect(), Vec::new());
+    let refusal = async {
+        loop {
+            let answer = waiting.next().await.expect("a call is refused").expect("a head");
+            if answer.headers().contains_key("grpc-status") {
+                return;
+            }
+            held.push(answer);
+        }
+    };
+    timeout(DEADLINE * 4, refusal).await.expect("a call is refused in time");
+    arena.survives("keys of a lease, never read", 700, (served, connection, waiting, held)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,7 +4,7 @@ use super::*;
 
 /// Number of keys that are deleted and not compacted.
 const DELETED: usize = 100_000;
-/// Number of keys that exist.
+/// Number of keys that exist before the second attack.
 const LIVE: usize = 5_000;
 const PUTS_MAX: usize = 10_000;
 /// Number of transactions that arrive together.
@@ -23,15 +23,15 @@ async fn transactions_over_deleted_keys_are_refused_soon(backend: Backend) {
         kv.txn(puts(first, PUTS_MAX)).await.expect("keys are put");
     }
     kv.delete_range(delete.clone()).await.expect("the keys are deleted");
-    kv.txn(puts(DELETED, LIVE)).await.expect("keys are put");
     arena.measure_idle_state().await;
     let count = op(Request::RequestRange(RangeRequest { count_only: true, ..all() }));
     let counts = vec![nested(vec![count; 64]); 60];
     let delete = op(Request::RequestDeleteRange(delete));
-    for (attack, success) in [
-        ("transactions that count deleted keys", counts.clone()),
-        ("transactions that delete all keys and count them", [vec![delete], counts].concat()),
+    for (attack, live, success) in [
+        ("transactions that count deleted keys", 0, counts.clone()),
+        ("transactions that delete all keys and count them", LIVE, [vec![delete], counts].concat()),
     ] {
+        kv.txn(puts(DELETED, live)).await.expect("keys are put");
         let message = Bytes::from(TxnRequest { success, ..Default::default() }.encode_to_vec());
         let mut caller = Caller::connect(arena.endpoint()).await;
         let refused = caller.call(TXN, message.clone()).await.expect_err("the transaction is refused");
