@@ -47,6 +47,16 @@ pub enum Source {
     ReadMillis(f64),
 }
 
+impl Source {
+    /// Whether the metric depends on how busy the machine is.
+    pub const fn is_timing(self) -> bool {
+        match self {
+            Self::Cpu(_) | Self::WriteMillis(_) | Self::ReadMillis(_) => true,
+            Self::Prometheus(..) | Self::DataDir | Self::DatabaseMemory => false,
+        }
+    }
+}
+
 /// The function that aggregates the samples of a period.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aggregate {

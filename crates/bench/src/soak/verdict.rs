@@ -15,6 +15,9 @@ use crate::report::rounded;
 
 /// Minimum length of the ignored part; a shorter test is not judged. Most metrics rise while a server starts.
 const STARTUP_SECS_MIN: f64 = 30.0;
+/// Minimum length of a test that judges latencies and CPU. In a shorter one, whatever else begins to run on the machine
+/// raises them.
+const TIMING_SECS_MIN: f64 = 600.0;
 /// Minimum number of periods for a verdict.
 const PERIODS_MIN: usize = 6;
 
@@ -39,13 +42,18 @@ pub struct Verdict {
     pub is_flat: bool,
 }
 
-/// Returns the verdicts in the order of the metrics. Metrics with too few samples have no verdict.
+/// Returns the verdicts in the order of the metrics. Metrics with too few samples have no verdict, nor have latencies and
+/// CPU in a short test.
 pub fn judge(samples: &[Sample], period_secs: f64) -> Vec<Verdict> {
     METRICS.iter().filter_map(|metric| judge_one(metric, samples, period_secs)).collect()
 }
 
 fn judge_one(metric: &Metric, samples: &[Sample], period_secs: f64) -> Option<Verdict> {
-    let startup_secs = samples.last()?.secs / 3.0;
+    let secs = samples.last()?.secs;
+    if metric.source.is_timing() && secs < TIMING_SECS_MIN {
+        return None;
+    }
+    let startup_secs = secs / 3.0;
     let points = by_period(metric, samples, period_secs);
     let points: Vec<_> = points.into_iter().filter(|(secs, _)| *secs > startup_secs).collect();
     if startup_secs < STARTUP_SECS_MIN || points.len() < PERIODS_MIN {
@@ -107,14 +115,18 @@ mod tests {
 
     use super::*;
 
-    /// Judges a test of five minutes with a sample every second and a compaction every 20 seconds.
+    /// Judges a test of this length with a sample every second and a compaction every 20 seconds.
+    fn verdicts(secs: u32, name: &'static str, value: impl Fn(f64) -> f64) -> Vec<Verdict> {
+        let samples = (1..=secs).map(f64::from);
+        let samples =
+            samples.map(|secs| Sample { secs, values: BTreeMap::from([(name, value(secs))]), ..Sample::default() });
+        judge(&samples.collect::<Vec<_>>(), 20.0)
+    }
+
+    /// Judges a test of ten minutes.
     #[track_caller]
     fn check(case: &str, name: &'static str, value: impl Fn(f64) -> f64, is_flat: bool) {
-        let samples = (1..300).map(|second| {
-            let secs = f64::from(second);
-            Sample { secs, values: BTreeMap::from([(name, value(secs))]), ..Sample::default() }
-        });
-        let verdicts = judge(&samples.collect::<Vec<_>>(), 20.0);
+        let verdicts = verdicts(600, name, value);
         assert_eq!(verdicts.len(), 1, "{case}");
         assert_eq!(verdicts[0].is_flat, is_flat, "{case}: {verdicts:?}");
     }
@@ -154,18 +166,18 @@ mod tests {
 
     #[test]
     fn short_tests_are_not_judged() {
-        let sample = |secs| Sample { secs, values: BTreeMap::from([("memory", secs * 100.0)]), ..Sample::default() };
-        let samples: Vec<_> = (1..80).map(f64::from).map(sample).collect();
-        assert!(judge(&samples, 20.0).is_empty());
-        assert!(judge(&[], 20.0).is_empty());
+        let judged = |secs, name| !verdicts(secs, name, |secs| secs * 100.0).is_empty();
+        for (name, too_short, long_enough) in [("memory", 79, 300), ("write p99", 599, 600), ("CPU", 599, 600)] {
+            assert!(!judged(too_short, name), "{name}, {too_short} s");
+            assert!(judged(long_enough, name), "{name}, {long_enough} s");
+        }
+        assert!(!judged(0, "memory"));
     }
 
     #[test]
     fn verdict_contains_rises_per_day() {
-        let sample = |secs| Sample { secs, values: BTreeMap::from([("memory", 50.0 + secs)]), ..Sample::default() };
-        let samples: Vec<_> = (1..300).map(f64::from).map(sample).collect();
-        let verdicts = judge(&samples, 20.0);
-        assert_eq!((verdicts[0].per_day.round(), verdicts[0].rise.round()), (86_400.0, 180.0));
+        let verdicts = verdicts(300, "memory", |secs| 50.0 + secs);
+        assert_eq!((verdicts[0].per_day.round(), verdicts[0].rise.round()), (86_400.0, 200.0));
         assert!(verdicts[0].detectable_per_day > verdicts[0].allowed);
     }
 }
