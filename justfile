@@ -118,7 +118,7 @@ fuzz target secs="600":
 # Run a control plane's load on SQLite and Postgres at the same time; fails if a resource leaks: `just soak 60`.
 soak minutes="60" *args:
     cargo build --release
-    MIMALLOC_ALLOW_THP=0 target/release/orlop bench soak --minutes {{ minutes }} --work-dir target --output target/soak {{ args }}
+    target/release/orlop bench soak --minutes {{ minutes }} --work-dir target --output target/soak {{ args }}
 
 # Measure the pure cores with 1,000,000 keys.
 bench-cores:
