@@ -12,6 +12,7 @@ use std::sync::Arc;
 use http::{Extensions, HeaderMap, HeaderValue, header};
 use tonic::Status;
 
+use self::passwords::EnteredPassword;
 pub use self::{
     keys::{Keys, SignMethod},
     passwords::{COST_DEFAULT as BCRYPT_COST, COSTS as BCRYPT_COSTS, PasswordError, Passwords},
@@ -101,6 +102,7 @@ impl Authenticator {
         user: &str,
         password: String,
     ) -> Result<String, Status> {
+        let password = EnteredPassword::from(password);
         let mut authority = store.confirmed_authority().await.map_err(from_store)?;
         loop {
             if !authority.state().enabled {

@@ -31,6 +31,19 @@ pub(crate) enum MissingArchive {
     Ignore,
 }
 
+/// Returns whether the database has the schema of an older version of Orlop, which [`open_with_archive`] would migrate.
+/// Writes nothing.
+///
+/// # Errors
+///
+/// If a database of Postgres cannot be reached or read.
+pub(crate) async fn has_older_schema(datastore: &Datastore) -> log::Result<bool> {
+    match datastore {
+        Datastore::Sqlite(file) => Ok(SqliteLog::has_older_schema(file).await),
+        Datastore::Postgres(endpoint) => PostgresLog::has_older_schema(endpoint).await,
+    }
+}
+
 /// Opens the log of a server with these settings, and its archive.
 pub(crate) async fn open_with_archive(
     settings: &Settings,

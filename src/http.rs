@@ -65,7 +65,11 @@ pub fn routes(
     has_http_urls: bool,
 ) -> Result<ClientRoutes, prost_reflect::DescriptorError> {
     let grpc = grpc.into_axum_router();
-    let access = Arc::new(settings.access.clone());
+    let access = match &settings.tls {
+        Some(tls) if tls.verifies_clients() => settings.access.with_client_certificates(),
+        Some(_) | None => settings.access.clone(),
+    };
+    let access = Arc::new(access);
     let gateway = gateway::routes(grpc.clone(), partial_requests, settings.max_message_bytes)?;
     let clients_only = with_common_layers(gateway.merge(debug::routes(settings.pprof)), settings, &access);
     let http = http(settings, &access).merge(clients_only);

@@ -47,7 +47,7 @@ use crate::{
     config::Settings,
     datastore::MissingArchive,
     server,
-    snapshot::{self, Content, HashCheck, Restored},
+    snapshot::{self, Content, HashCheck, Purpose, Restored},
     text::bytes,
 };
 use orlop_core::types::{LeaseId, Revision};
@@ -354,7 +354,7 @@ impl Migration {
         let rows = Arc::new(AtomicU64::new(0));
         let source = session.cluster_id;
         let load = async { Ok::<_, snapshot::Error>(place.load(source, Arc::clone(&rows)).await?) };
-        let mut restoring = pin!(snapshot::restore(file.path(), HashCheck::Verify, content, None, load));
+        let mut restoring = pin!(snapshot::restore(file.path(), HashCheck::Verify, content, Purpose::Copy, load));
         let mut ticks = interval(RESTORE_INTERVAL);
         let Restored { head, history } = loop {
             tokio::select! {

@@ -12,7 +12,8 @@ mod timeouts;
 pub mod tls;
 
 use std::{
-    error::Error, fs::Permissions, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration,
+    error::Error, fs::Permissions, io, net::SocketAddr, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc,
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -266,12 +267,20 @@ async fn serve_all<C, S, R>(
 }
 
 /// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
-/// that the advertised name matches certificates.
+/// that the advertised name matches certificates. Of a name such as localhost, the first IPv4 address is bound if there is
+/// one, as by etcd.
 async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
-    let socket = TcpListener::bind(address).await?;
+    let addresses = ipv4_first(tokio::net::lookup_host(address).await?);
+    let socket = TcpListener::bind(&addresses[..]).await?;
     let port = socket.local_addr()?.port();
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     Ok((socket, format!("{host}:{port}")))
+}
+
+fn ipv4_first(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+    let mut addresses: Vec<_> = addresses.collect();
+    addresses.sort_by_key(SocketAddr::is_ipv6);
+    addresses
 }
 
 /// Binds a unix socket. Sets its mode before clients can connect.
@@ -440,5 +449,21 @@ async fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path).await {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
         Ok(_) | Err(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_bound_to_ipv4_as_by_etcd() {
+        let listed = |texts: [&str; 2]| texts.map(|text| text.parse::<SocketAddr>().expect("an address"));
+        for (resolved, bound) in [
+            (["[::1]:1", "127.0.0.1:1"], ["127.0.0.1:1", "[::1]:1"]),
+            (["127.0.0.2:1", "127.0.0.1:1"], ["127.0.0.2:1", "127.0.0.1:1"]),
+        ] {
+            assert_eq!(ipv4_first(listed(resolved).into_iter()), listed(bound));
+        }
     }
 }

@@ -56,6 +56,18 @@ pub enum Error {
 
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The error of [`Purpose::Copy`] for a store with a revision that has no change.
+const IS_RAISED: &str = "the source was restored with --bump-revision, so its hash cannot be compared with a copy's; \
+    stop the clients that write, and use `orlop snapshot save` and `orlop snapshot restore`";
+
+/// What a snapshot is restored for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    NewStore(Option<Bump>),
+    /// The copy of a running store, with which it is compared later, by etcd's hash.
+    Copy,
+}
+
 /// What a snapshot contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
@@ -189,16 +201,22 @@ impl std::fmt::Display for RestoredHistory {
 ///
 /// # Errors
 ///
-/// The same as [`status`], and if the database cannot be created or written. The database is empty after an error.
+/// The same as [`status`], if the database cannot be created or written, and if a copy would have another hash than its
+/// source. The database is empty after an error.
 pub async fn restore<E: From<Error> + From<log::Error>>(
     file: &Path,
     check: HashCheck,
     content: Content,
-    bump: Option<Bump>,
+    purpose: Purpose,
     create: impl Future<Output = std::result::Result<Box<dyn Load>, E>>,
 ) -> std::result::Result<Restored, E> {
     let path = file.to_owned();
+    let bump = match purpose {
+        Purpose::NewStore(bump) => bump,
+        Purpose::Copy => None,
+    };
     match on_blocking_thread(move || open(&path, check, content)).await? {
+        Some(import) if purpose == Purpose::Copy && import.is_raised() => Err(Error::File(IS_RAISED.to_owned()).into()),
         Some(import) => import.load(bump, create).await,
         None if bump.is_some() => Err(Error::File(format!(
             "{} is a SQLite database, whose revisions cannot be raised with --bump-revision",

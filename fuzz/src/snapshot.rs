@@ -9,7 +9,7 @@ use std::{
 use tokio::runtime::{Builder, Runtime};
 
 use async_trait::async_trait;
-use orlop::snapshot::{self, Content, Export, HashCheck};
+use orlop::snapshot::{self, Content, Export, HashCheck, Purpose};
 use orlop_core::{
     auth::{AuthState, Caller},
     log::{self, ArchivePart, History as _, Load, Meta},
@@ -116,7 +116,8 @@ pub(super) fn run(data: &[u8]) {
     std::fs::write(&file, &bytes).expect("a file can be written");
     let check = if damage.flags & UNCHECKED == 0 { HashCheck::Verify } else { HashCheck::Skip };
     let create = async { Ok::<Box<dyn Load>, snapshot::Error>(Box::new(Nowhere)) };
-    let restored = RUNTIME.block_on(snapshot::restore(&file, check, Content::LogAndArchive, None, create));
+    let purpose = Purpose::NewStore(None);
+    let restored = RUNTIME.block_on(snapshot::restore(&file, check, Content::LogAndArchive, purpose, create));
     let is_whole = bytes.starts_with(&DATABASE);
     match restored {
         Ok(restored) => {

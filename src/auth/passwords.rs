@@ -2,12 +2,12 @@
 //!
 //! They run on threads of their own, with a low priority, so that they delay no other request. The threads take
 //! the waiting work of one client address after the other: a flood from one address does not delay the login of
-//! another.
+//! another. The addresses of an IPv6 network of 64 bits count as one, because one client can use all of them.
 
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    net::IpAddr,
+    net::{IpAddr, Ipv6Addr},
     sync::Arc,
     thread,
 };
@@ -52,9 +52,22 @@ impl From<PasswordError> for Status {
     }
 }
 
+/// A password that a client sent to log in, as far as bcrypt uses it. Checks wait, and must not keep long passwords
+/// meanwhile.
+#[derive(Clone)]
+pub struct EnteredPassword(Vec<u8>);
+
+impl From<String> for EnteredPassword {
+    fn from(password: String) -> Self {
+        let bytes = password.as_bytes();
+        // The first 72 bytes may end within a character.
+        Self(bytes[..bytes.len().min(PASSWORD_BYTES_MAX)].to_vec())
+    }
+}
+
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Waiting work, by the address of the client; `None`: unknown, as on a unix socket.
+/// Waiting work, by the [`network`] of the client; `None`: unknown, as on a unix socket.
 #[derive(Default)]
 struct Waiting {
     work: HashMap<Option<IpAddr>, VecDeque<Work>>,
@@ -156,9 +169,14 @@ impl Passwords {
     }
 
     /// Returns whether a password has this hash.
-    pub async fn check(&self, remote: Option<&Remote>, password: String, hash: String) -> Result<bool, PasswordError> {
+    pub async fn check(
+        &self,
+        remote: Option<&Remote>,
+        password: EnteredPassword,
+        hash: String,
+    ) -> Result<bool, PasswordError> {
         self.run(remote, move || {
-            bcrypt::verify(password, &hash).map_err(|error| PasswordError::Bcrypt(error.to_string()))
+            bcrypt::verify(password.0, &hash).map_err(|error| PasswordError::Bcrypt(error.to_string()))
         })
         .await
     }
@@ -185,10 +203,19 @@ impl Passwords {
                 let _ = answer.send(work());
             }
         });
-        self.queue.waiting.lock().push(remote.and_then(Remote::ip), work)?;
+        self.queue.waiting.lock().push(remote.and_then(Remote::ip).map(network), work)?;
         self.queue.changed.notify_one();
         // A thread that panicked drops the sender.
         answered.await.unwrap_or_else(|_| Err(PasswordError::Bcrypt("the check failed".to_owned())))
+    }
+}
+
+/// Returns the address for which work of `address` counts: of IPv6, that of the network of 64 bits. An IPv4 address
+/// counts for itself, also on a socket for both.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
     }
 }
 
@@ -232,20 +259,60 @@ mod tests {
         assert_eq!((waiting.len, waiting.work.len(), waiting.turns.len()), (WAITING_MAX, WAITING_MAX, WAITING_MAX));
     }
 
+    #[test]
+    fn addresses_of_an_ipv6_network_count_as_one() {
+        for (address, want) in [
+            ("10.0.0.7", "10.0.0.7"),
+            ("::ffff:10.0.0.7", "10.0.0.7"),
+            ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+            ("2001:db8:1:2:ffff::1", "2001:db8:1:2::"),
+            ("2001:db8:1:3::1", "2001:db8:1:3::"),
+            ("fe80::1", "fe80::"),
+        ] {
+            let [address, want] = [address, want].map(|text| text.parse::<IpAddr>().expect("an address"));
+            assert_eq!(network(address), want, "{address}");
+        }
+    }
+
+    /// Every hash accepts what it accepted when whole passwords were checked.
+    #[tokio::test]
+    async fn long_passwords_are_checked_by_their_first_72_bytes() {
+        let passwords = Passwords::start(4).expect("a thread");
+        for password in ["x".repeat(72), "x".repeat(71), "a\0b".to_owned(), format!("{}\u{fc}", "x".repeat(71))] {
+            let hash = bcrypt::hash(&password, 4).expect("a hash");
+            for entered in [
+                password.clone(),
+                format!("{password}x"),
+                format!("{password}\0"),
+                format!("{password}{}", "y".repeat(256 << 10)),
+                format!("{}\u{fc}", "x".repeat(71)),
+                format!("{}\u{e9}", "x".repeat(71)),
+                "x".repeat(100),
+                "a".to_owned(),
+            ] {
+                let want = bcrypt::verify(&entered, &hash).expect("a check");
+                let entered_bytes = EnteredPassword::from(entered.clone());
+                assert!(entered_bytes.0.capacity() <= PASSWORD_BYTES_MAX);
+                let checked = passwords.check(None, entered_bytes, hash.clone()).await.expect("a check");
+                assert_eq!(checked, want, "{password:?}, {} bytes entered", entered.len());
+            }
+        }
+    }
+
     #[tokio::test]
     async fn hashes_verify_their_password_only() {
         let passwords = Passwords::start(4).expect("a thread");
         let hash = passwords.hash(None, "secret".to_owned()).await.expect("a hash");
         for (password, is_right) in [("secret", true), ("Secret", false), ("", false)] {
-            let checked = passwords.check(None, password.to_owned(), hash.clone()).await;
+            let checked = passwords.check(None, password.to_owned().into(), hash.clone()).await;
             assert_eq!(checked.expect("a check"), is_right, "{password}");
         }
         // A hash that etcd (Go) made of "secret".
         let of_go = "$2a$04$MkTyXm2mQjcGJXcvJ9.Zu.2pqLyzHBXdP7/Yr8MQYRL0tbqiM1p8y".to_owned();
-        assert!(passwords.check(None, "x".to_owned(), of_go).await.is_ok_and(|is_right| !is_right));
+        assert!(passwords.check(None, "x".to_owned().into(), of_go).await.is_ok_and(|is_right| !is_right));
         assert!(matches!(passwords.hash(None, "x".repeat(73)).await, Err(PasswordError::TooLong)));
         assert!(matches!(
-            passwords.check(None, "x".to_owned(), "no hash".to_owned()).await,
+            passwords.check(None, "x".to_owned().into(), "no hash".to_owned()).await,
             Err(PasswordError::Bcrypt(_))
         ));
     }

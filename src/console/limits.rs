@@ -3,7 +3,12 @@
 
 use std::{io, panic::resume_unwind, sync::Arc, time::Duration};
 
-use axum::body::{Body, Bytes};
+use axum::{
+    body::{Body, Bytes},
+    extract::{FromRequest, Request},
+};
+use http::StatusCode;
+use http_body_util::BodyExt as _;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc},
     task::spawn_blocking,
@@ -11,13 +16,19 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::backend::Failure;
+use super::{backend::Failure, server::Console};
 
 /// Maximum number of requests at the same time on one connection to the page. Each can have a response that is not read.
 pub(super) const CONNECTION_REQUESTS_MAX: u32 = 32;
 /// Interval of HTTP/2's keepalive pings. Longer than the idle limit of the page, so that pings do not keep idle connections
 /// open.
 pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(120);
+/// Maximum size of a form in bytes.
+const FORM_BYTES_MAX: usize = 64 << 10;
+/// Maximum number of forms that are received or in memory at the same time. Further ones are refused.
+const FORMS_MAX: usize = 32;
+/// Maximum time in which a browser sends a form.
+const FORM_TIME_MAX: Duration = Duration::from_secs(10);
 /// Maximum number of passwords that are checked at the same time.
 const LOG_INS_MAX: usize = 4;
 /// Maximum number of log-ins that wait until their password is checked. Further ones are refused.
@@ -36,6 +47,58 @@ const PART_BYTES: usize = 16 << 10;
 const INLINE_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of blocking threads that render values.
 const RENDERERS_MAX: usize = 2;
+
+/// Limits forms, which a visitor can send without a session.
+pub(super) struct Forms(Arc<Semaphore>);
+
+/// The text of a form. It counts toward the limit until it is dropped.
+pub(super) struct Form {
+    pub text: Vec<u8>,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// The response to a form that is not accepted.
+type Refusal = (StatusCode, &'static str);
+
+impl Default for Forms {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(FORMS_MAX)))
+    }
+}
+
+impl Forms {
+    async fn receive(&self, body: Body) -> Result<Form, Refusal> {
+        const BUSY: Refusal =
+            (StatusCode::SERVICE_UNAVAILABLE, "Too many forms are sent at the same time. Try again.\n");
+        const LATE: Refusal = (StatusCode::REQUEST_TIMEOUT, "The form took too long. Try again.\n");
+        let permit = Arc::clone(&self.0).try_acquire_owned().map_err(|_| BUSY)?;
+        let text = timeout(FORM_TIME_MAX, read(body)).await.unwrap_or(Err(LATE))?;
+        Ok(Form { text, _permit: permit })
+    }
+}
+
+impl FromRequest<Console> for Form {
+    type Rejection = Refusal;
+
+    async fn from_request(request: Request, console: &Console) -> Result<Self, Refusal> {
+        console.forms.receive(request.into_body()).await
+    }
+}
+
+/// Reads a whole form. Its parts are copied at once, because even a part of one byte keeps the buffer from which it was
+/// read.
+async fn read(mut body: Body) -> Result<Vec<u8>, Refusal> {
+    let mut text = Vec::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|_| (StatusCode::BAD_REQUEST, "The form is not complete.\n"))?;
+        let Ok(part) = frame.into_data() else { continue };
+        if text.len() + part.len() > FORM_BYTES_MAX {
+            return Err((StatusCode::PAYLOAD_TOO_LARGE, "The form is too long.\n"));
+        }
+        text.extend_from_slice(&part);
+    }
+    Ok(text)
+}
 
 /// Limits log-ins, which need no session.
 pub(super) struct LogIns {
@@ -208,10 +271,52 @@ mod tests {
     use std::{pin::pin, sync::mpsc, task::Poll, thread};
 
     use axum::body::to_bytes;
-    use futures_util::poll;
+    use futures_util::{StreamExt as _, poll, stream};
     use tokio::time::sleep;
 
     use super::*;
+
+    /// Returns a body that arrives in parts and does not end.
+    fn unfinished(parts: &[&'static str]) -> Body {
+        let parts = stream::iter(parts.to_vec()).map(Ok::<_, io::Error>);
+        Body::from_stream(parts.chain(stream::pending()))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn forms_are_bounded_in_size_and_time() {
+        let forms = Forms::default();
+        let broken = stream::iter([Ok("a"), Err(io::Error::from(io::ErrorKind::UnexpectedEof))]);
+        for (what, body, want) in [
+            ("empty", Body::empty(), Ok(0)),
+            ("the longest", Body::from("x".repeat(FORM_BYTES_MAX)), Ok(FORM_BYTES_MAX)),
+            ("in parts", Body::from_stream(stream::iter(["a=", "b"]).map(Ok::<_, io::Error>)), Ok(3)),
+            ("too long", Body::from("x".repeat(FORM_BYTES_MAX + 1)), Err(StatusCode::PAYLOAD_TOO_LARGE)),
+            ("unfinished", unfinished(&["a", "b"]), Err(StatusCode::REQUEST_TIMEOUT)),
+            ("broken", Body::from_stream(broken), Err(StatusCode::BAD_REQUEST)),
+        ] {
+            let received = forms.receive(body).await;
+            assert_eq!(received.map(|form| form.text.len()).map_err(|(status, _)| status), want, "{what}");
+        }
+        assert_eq!(forms.0.available_permits(), FORMS_MAX);
+    }
+
+    #[tokio::test]
+    async fn forms_at_the_same_time_are_bounded() {
+        let forms = Forms::default();
+        let mut unread: Vec<_> = (1..FORMS_MAX).map(|_| Box::pin(forms.receive(unfinished(&["a"])))).collect();
+        for form in &mut unread {
+            assert!(poll!(form).is_pending());
+        }
+        let complete = forms.receive(Body::from("a")).await;
+        let refused = forms.receive(Body::from("a")).await.err().expect("one too many");
+        assert_eq!(refused.0, StatusCode::SERVICE_UNAVAILABLE);
+        // A form counts until it is dropped, or until its visitor leaves.
+        drop(complete);
+        let complete = forms.receive(Body::from("a")).await;
+        unread.clear();
+        assert_eq!(forms.0.available_permits(), FORMS_MAX - 1);
+        drop(complete);
+    }
 
     #[tokio::test]
     async fn log_ins_that_wait_are_bounded() {

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use axum::{
     Router,
-    extract::DefaultBodyLimit,
     http::header,
     middleware::from_fn_with_state,
     response::IntoResponse,
@@ -16,7 +15,7 @@ use super::{
     backend::{Backend, Place},
     events,
     guard::{Hosts, guard},
-    limits::{LargePages, LogIns, Renderer},
+    limits::{Forms, LargePages, LogIns, Renderer},
     pages,
     session::Sessions,
 };
@@ -25,8 +24,6 @@ use crate::config::{HostName, ListenUrl};
 const SCRIPT: &str = include_str!("assets/script.js");
 const ICON: &str = include_str!("assets/icon.svg");
 
-/// Maximum size of a form in bytes.
-const FORM_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of open event streams.
 const STREAMS_MAX: usize = 32;
 
@@ -39,6 +36,7 @@ pub(super) struct State {
     pub sessions: Sessions,
     /// Permits for event streams.
     pub streams: Arc<Semaphore>,
+    pub forms: Forms,
     pub log_ins: LogIns,
     pub renderer: Renderer,
     pub large_pages: LargePages,
@@ -72,6 +70,7 @@ impl Console {
             backend: Backend::new(place),
             sessions,
             streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+            forms: Forms::default(),
             log_ins: LogIns::default(),
             renderer: Renderer::default(),
             large_pages: LargePages::default(),
@@ -100,7 +99,6 @@ pub(super) fn routes(console: Console) -> Router {
         .route("/assets/script.js", get(|| asset("text/javascript; charset=utf-8", SCRIPT)))
         .route("/assets/icon.svg", get(|| asset("image/svg+xml", ICON)))
         .fallback(pages::unknown)
-        .layer(DefaultBodyLimit::max(FORM_BYTES_MAX))
         .layer(from_fn_with_state(hosts, guard))
         .with_state(console)
 }

@@ -3,6 +3,8 @@
 //! The check of the host protects against DNS rebinding: a page in a browser whose name leads to this server. There is
 //! no check with TLS, because the browser then refuses the certificate, and none of gRPC over HTTP/2, which browsers
 //! use only with TLS.
+//!
+//! Unlike etcd, requests that pages from elsewhere send with a browser's client certificate are refused.
 
 use std::sync::Arc;
 
@@ -23,13 +25,28 @@ pub struct Access {
     origins: Vec<Origin>,
     /// Empty: all.
     hosts: Vec<String>,
+    certificates: ClientCertificates,
+}
+
+/// Whether clients with TLS have presented a certificate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum ClientCertificates {
+    #[default]
+    Absent,
+    Required,
 }
 
 impl Access {
     /// Creates the rules from the settings `cors` and `host-whitelist`.
     pub fn new(origins: &[Origin], hosts: &[String]) -> Self {
         let any = hosts.iter().any(|host| host == "*");
-        Self { origins: origins.to_vec(), hosts: if any { Vec::new() } else { hosts.to_vec() } }
+        let hosts = if any { Vec::new() } else { hosts.to_vec() };
+        Self { origins: origins.to_vec(), hosts, certificates: ClientCertificates::Absent }
+    }
+
+    /// Returns the rules for addresses whose clients with TLS must present a certificate.
+    pub(super) fn with_client_certificates(&self) -> Self {
+        Self { certificates: ClientCertificates::Required, ..self.clone() }
     }
 
     /// Returns the rules for addresses that serve only probes and metrics, under any name.
@@ -39,8 +56,7 @@ impl Access {
 
     /// Returns the host of a request if it is not served.
     fn refused_host<'a>(&self, request: &'a Request) -> Option<&'a str> {
-        let has_tls = || request.extensions().get::<WithTls>().is_some() || request.uri().scheme_str() == Some("https");
-        if self.hosts.is_empty() || has_tls() {
+        if self.hosts.is_empty() || has_tls(request) {
             return None;
         }
         let sent = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
@@ -54,12 +70,34 @@ impl Access {
         if self.origins.is_empty() || self.origins.contains(&Origin::Any) {
             return Some(HeaderValue::from_static("*"));
         }
+        self.listed_origin(headers).cloned()
+    }
+
+    fn listed_origin<'a>(&self, headers: &'a HeaderMap) -> Option<&'a HeaderValue> {
         let sent = headers.get(header::ORIGIN)?;
-        let is_listed =
-            self.origins.iter().any(|origin| matches!(origin, Origin::Url(url) if sent.as_bytes() == url.as_bytes()));
-        is_listed.then(|| sent.clone())
+        let is_sent = |origin: &Origin| matches!(origin, Origin::Url(url) if sent.as_bytes() == url.as_bytes());
+        self.origins.iter().any(is_sent).then_some(sent)
+    }
+
+    /// Returns whether a page from elsewhere made a browser send this request with the certificate of its user. The
+    /// page needs no permission for that: browsers do not ask the server before a POST whose content type is
+    /// `text/plain`. Programs do not send `Sec-Fetch-Site`, and scripts cannot change it.
+    fn is_forged(&self, request: &Request) -> bool {
+        let site = request.headers().get(SEC_FETCH_SITE).map(HeaderValue::as_bytes);
+        self.certificates == ClientCertificates::Required
+            && request.method() == Method::POST
+            && matches!(site, Some(b"cross-site" | b"same-site"))
+            && has_tls(request)
+            && self.listed_origin(request.headers()).is_none()
     }
 }
+
+fn has_tls(request: &Request) -> bool {
+    request.extensions().get::<WithTls>().is_some() || request.uri().scheme_str() == Some("https")
+}
+
+/// The header in which browsers name the relation of a page to the server to which it sends a request.
+const SEC_FETCH_SITE: &str = "sec-fetch-site";
 
 /// Headers for allowed origins, in addition to the one that names them.
 const HEADERS: [(HeaderName, HeaderValue); 2] = [
@@ -67,11 +105,14 @@ const HEADERS: [(HeaderName, HeaderValue); 2] = [
     (header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static("accept, content-type, authorization")),
 ];
 
-/// Refuses requests for other hosts, answers OPTIONS, which browsers send before a request to another origin, and adds
-/// the headers for allowed origins. Like etcd, it does so at every path.
+/// Refuses requests for other hosts and forged ones, answers OPTIONS, which browsers send before a request to another
+/// origin, and adds the headers for allowed origins. Like etcd, it does so at every path.
 pub(super) async fn control(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
     if let Some(refused) = access.refused_host(&request).map(misdirected) {
         return refused;
+    }
+    if access.is_forged(&request) {
+        return forged();
     }
     let origin = access.allowed_origin(request.headers());
     let mut response =
@@ -105,6 +146,12 @@ fn misdirected(host: &str) -> Response {
     (StatusCode::MISDIRECTED_REQUEST, [NO_SNIFF], text).into_response()
 }
 
+fn forged() -> Response {
+    let text = "orlop: a web page of another site made the browser send this request with a client certificate; \
+                only pages of the origins in --cors may\n";
+    (StatusCode::FORBIDDEN, [NO_SNIFF], text).into_response()
+}
+
 #[cfg(test)]
 mod tests {
     use axum::body::Body;
@@ -133,6 +180,42 @@ mod tests {
         check(&listed, "[::1]", Some("[::1]"));
         check(&listed, "[::2]:2379", Some("::2"));
         check(&listed, "", Some(""));
+    }
+
+    #[track_caller]
+    fn check_forged(method: &str, url: &str, headers: &[(&str, &str)], want: bool) {
+        let origins = "*,https://a.example:8443".parse::<crate::config::List<Origin>>().expect("origins").0;
+        let mut request = Request::builder().method(method).uri(url);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Body::empty()).expect("valid");
+        let access = Access::new(&origins, &[]);
+        assert_eq!(access.with_client_certificates().is_forged(&request), want, "{method} {url} {headers:?}");
+        assert!(!access.is_forged(&request), "without certificates: {method} {url} {headers:?}");
+    }
+
+    #[test]
+    fn pages_from_elsewhere_cannot_use_certificates() {
+        let url = "https://etcd.example:2379/v3/kv/deleterange";
+        let sent = |site, origin| [(SEC_FETCH_SITE, site), ("origin", origin)];
+        for (site, origin, want) in [
+            ("cross-site", "https://evil.example", true),
+            ("cross-site", "null", true),
+            ("same-site", "https://etcd.example:3000", true),
+            ("cross-site", "https://a.example:8443", false),
+            ("same-origin", "https://etcd.example:2379", false),
+            ("none", "https://evil.example", false),
+        ] {
+            check_forged("POST", url, &sent(site, origin), want);
+        }
+        check_forged("POST", url, &[(SEC_FETCH_SITE, "cross-site")], true);
+        // A link to a page without effects.
+        check_forged("GET", "https://etcd.example:2379/version", &[(SEC_FETCH_SITE, "cross-site")], false);
+        // Without TLS there is no certificate.
+        check_forged("POST", "/v3/kv/put", &[(SEC_FETCH_SITE, "cross-site")], false);
+        // A program.
+        check_forged("POST", url, &[("origin", "https://evil.example")], false);
     }
 
     #[test]

@@ -11,7 +11,10 @@ use super::{
     source::{self, Session},
     target::Target,
 };
-use orlop_core::types::{LeaseId, Revision};
+use orlop_core::{
+    lease::TTL_SECS_MIN,
+    types::{LeaseId, Revision},
+};
 
 /// Interval at which the source is asked for its revision.
 const HEAD_INTERVAL: Duration = Duration::from_secs(1);
@@ -172,11 +175,12 @@ impl Migration {
 
 /// # Errors
 ///
-/// [`Failure::StartOver`] if users or roles have changed: only a snapshot contains them.
+/// [`Failure::StartOver`] if users or roles have changed, or Auth was enabled: only a snapshot contains that.
 async fn check_users(session: &Session, target: &Target) -> Result<()> {
-    match session.auth_revision().await? {
-        Some(revision) if revision != target.auth_revision => {
-            Err(Failure::StartOver("users or roles of the source have changed".to_owned()))
+    match session.auth().await? {
+        // To enable Auth does not change the revision.
+        Some(auth) if auth != target.auth => {
+            Err(Failure::StartOver("users or roles of the source have changed, or Auth was enabled".to_owned()))
         }
         Some(_) | None => Ok(()),
     }
@@ -189,8 +193,9 @@ async fn missing_leases(events: &[Event], session: &Session, target: &Target) ->
         if target.leases().contains_key(&id) || leases.contains_key(&id) {
             continue;
         }
-        // A lease that has ended meanwhile is not needed: the end of its keys follows.
-        leases.extend(session.ttl(id).await?.map(|ttl| (id, ttl)));
+        // A lease without a TTL has ended meanwhile. The end of its keys follows, unless the source refuses writes: then
+        // the copy has to end them.
+        leases.insert(id, session.ttl(id).await?.unwrap_or(TTL_SECS_MIN));
     }
     Ok(leases)
 }

@@ -19,7 +19,10 @@ use tonic::{Code, Status, Streaming};
 
 use super::{Failure, Result};
 use crate::snapshot::{self, Content};
-use orlop_core::types::{LeaseId, Revision};
+use orlop_core::{
+    log::AuthMark,
+    types::{LeaseId, Revision},
+};
 
 /// Maximum time for the answer to a request that reads no more than a few pairs.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
@@ -83,7 +86,10 @@ impl Source {
         let client = Client::connect(endpoint, &target).await.map_err(failed)?;
         let status = answer(client.maintenance().status(StatusRequest {})).await?;
         let header = status.header.unwrap_or_default();
-        Ok(Session { client, cluster_id: header.cluster_id, member_id: header.member_id })
+        let session = Session { client, cluster_id: header.cluster_id, member_id: header.member_id };
+        // A member without a quorum tells its status, but neither reads nor writes.
+        session.head().await?;
+        Ok(session)
     }
 }
 
@@ -208,10 +214,10 @@ impl Session {
         Ok((SourceHash { hash: hashed.hash, compact_revision }, Revision(head)))
     }
 
-    /// Returns the number of changes of users and roles; `None` if the source does not tell it, as etcd before 3.5.
-    pub(super) async fn auth_revision(&self) -> Result<Option<u64>> {
+    /// Returns the state of users and roles; `None` if the source does not tell it, as etcd before 3.5.
+    pub(super) async fn auth(&self) -> Result<Option<AuthMark>> {
         match answer(self.client.auth().auth_status(AuthStatusRequest {})).await {
-            Ok(status) => Ok(Some(status.auth_revision)),
+            Ok(status) => Ok(Some(AuthMark { enabled: status.enabled, revision: status.auth_revision })),
             Err(Failure::Unimplemented(_)) => Ok(None),
             Err(failure) => Err(failure),
         }

@@ -1,7 +1,7 @@
 //! The copy: a log that gets the rows of the source, with the source's revisions.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{
         Arc,
@@ -25,11 +25,14 @@ use crate::{
 use orlop_core::{
     auth::AuthState,
     files::folder_of,
-    index::{CompactionCursor, TreeIndex},
-    log::{self, Append, Appended, ArchivePart, Error, FactChange, LeaseChange, Load, Log, Meta, Position, Reclaim},
+    index::{CompactionCursor, Lease, TreeIndex},
+    log::{
+        self, Append, Appended, ArchivePart, AuthMark, Error, FactChange, LeaseChange, Load, Log, Meta, Position,
+        Reclaim,
+    },
     private,
     store::{HistoryKeeper, Keep, hash, replay},
-    types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Prev, Revision, RowId, Superseded, Version, shown},
+    types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Superseded, Version, shown},
 };
 use orlop_sql::Durability;
 
@@ -65,7 +68,7 @@ pub(super) struct Target {
     leases: BTreeMap<LeaseId, i64>,
     /// The cluster whose unfinished copy this is.
     pub source: Option<u64>,
-    pub auth_revision: u64,
+    pub auth: AuthMark,
 }
 
 impl Place<'_> {
@@ -73,12 +76,20 @@ impl Place<'_> {
     ///
     /// # Errors
     ///
-    /// If the database cannot be opened, another process uses it, or it is damaged.
+    /// If the database cannot be opened, another process uses it, it is damaged, or an older version of Orlop wrote it.
     pub(super) async fn open(&self, missing: MissingArchive) -> Result<Option<Target>> {
         if let Datastore::Sqlite(file) = self.datastore
             && !file.exists()
         {
             return Ok(None);
+        }
+        // Opening migrates the schema, and an older version that still uses the database could not open it again. An
+        // unfinished copy has the schema of the version that made it.
+        if datastore::has_older_schema(self.datastore).await? {
+            return Err(Failure::Fatal(format!(
+                "{} contains other data: it was written by an older version of Orlop; use an empty database",
+                self.datastore.name()
+            )));
         }
         let keep = datastore::keep(self.settings);
         let synced = Durability::Synced;
@@ -99,7 +110,7 @@ impl Place<'_> {
             return Ok(None);
         }
         let leases = meta.leases.iter().map(|lease| (lease.id, lease.ttl_secs)).collect();
-        let (source, auth_revision) = (meta.source, auth.revision);
+        let (source, auth) = (meta.source, AuthMark::of(&auth));
         Ok(Some(Target {
             log,
             history,
@@ -109,7 +120,7 @@ impl Place<'_> {
             last_row: None,
             leases,
             source,
-            auth_revision,
+            auth,
         }))
     }
 
@@ -316,19 +327,39 @@ impl Target {
         Ok(history.keep(rows, compacted).await?)
     }
 
-    /// Gives the log exactly these leases, each with its full TTL before it.
+    /// Gives the log these leases, and those that still have keys, each with its full TTL before it.
     pub(super) async fn set_leases(&mut self, wanted: &BTreeMap<LeaseId, i64>) -> Result<()> {
         if let Some(shared) = self.log.shared() {
             // Deadlines that are set from now on are not moved by the time without a server.
             shared.beat().await?;
         }
-        let gone: Vec<LeaseId> = self.leases.keys().copied().collect();
-        for ids in gone.chunks(APPEND_ROWS) {
-            let revokes: Vec<LeaseChange> = ids.iter().map(|id| LeaseChange::Revoke { id: *id }).collect();
-            self.append(&[], &revokes, None, None).await?;
+        let mut leases = self.leases_with_keys();
+        leases.extend(wanted);
+        let ids: BTreeSet<LeaseId> = self.leases.keys().chain(leases.keys()).copied().collect();
+        let ids: Vec<LeaseId> = ids.into_iter().collect();
+        // One append ends a lease and grants it again: otherwise the migration could end between the two.
+        for ids in ids.chunks(APPEND_ROWS) {
+            let known = ids.iter().filter(|id| self.leases.contains_key(*id));
+            let revokes = known.map(|id| LeaseChange::Revoke { id: *id });
+            let grants = ids.iter().filter_map(|id| Some(LeaseChange::Grant { id: *id, ttl_secs: *leases.get(id)? }));
+            let changes: Vec<LeaseChange> = revokes.chain(grants).collect();
+            self.append(&[], &changes, None, None).await?;
         }
-        self.leases.clear();
-        self.add_leases(wanted).await
+        self.leases = leases;
+        Ok(())
+    }
+
+    /// Returns the leases that live keys name. An Orlop that refuses writes does not list a lease that has expired, but
+    /// has its keys. Without the lease, the copy would keep them forever.
+    fn leases_with_keys(&self) -> BTreeMap<LeaseId, i64> {
+        let all = KeyRange::all();
+        let keys = self.index.range(all.bounds(), self.head());
+        let named = keys.filter_map(|(_, entry)| match entry.lease {
+            Lease::Known(id) => id,
+            Lease::InRow => None,
+        });
+        // A key whose lease the copy does not know had none at the source either, and stays there, too.
+        named.filter_map(|id| Some((id, *self.leases.get(&id)?))).collect()
     }
 
     async fn add_leases(&mut self, leases: &BTreeMap<LeaseId, i64>) -> Result<()> {

@@ -46,8 +46,9 @@ impl CertificateUser {
 #[derive(Clone, Copy, Debug)]
 pub struct WithTls;
 
-/// The end of the paths of calls that check a password, over gRPC and through the gateway.
-const LOG_IN: &str = "uthenticate";
+/// The start of the paths of calls that check or hash a password, over gRPC and through the gateway. The rest of a path
+/// of the gateway may be percent-encoded, so it is not compared.
+const PASSWORD_PATHS: [&str; 3] = ["/etcdserverpb.Auth/", "/v3/", "/v3beta/"];
 
 /// The other side of a connection.
 pub(super) struct Client {
@@ -57,7 +58,7 @@ pub(super) struct Client {
 }
 
 /// Services of one connection. Requests get the user of the client's certificate as an extension, if there is one, and
-/// the client's address, if requests are logged or the request checks a password.
+/// the client's address, if requests are logged or the request may need it to check or hash a password.
 pub(super) struct WithClient<S> {
     services: S,
     client: Client,
@@ -78,7 +79,8 @@ impl<S: Service<Request<B>>, B> Service<Request<B>> for WithClient<S> {
         if let Some(user) = &self.client.certificate {
             request.extensions_mut().insert(user.clone());
         }
-        if trace::are_requests_logged() || request.uri().path().ends_with(LOG_IN) {
+        let path = request.uri().path();
+        if trace::are_requests_logged() || PASSWORD_PATHS.iter().any(|start| path.starts_with(start)) {
             request.extensions_mut().insert(self.client.remote.clone());
         }
         // With HTTP/2, the request itself names its scheme.

@@ -104,6 +104,11 @@ impl Acceptor {
         })
     }
 
+    /// Returns whether every client must present a certificate.
+    pub fn verifies_clients(&self) -> bool {
+        self.settings.clients.is_some()
+    }
+
     /// Returns the end of the validity of the certificate that new connections get, in seconds since 1970.
     pub fn certificate_expiry(&self) -> i64 {
         self.loaded().pair.expires_at

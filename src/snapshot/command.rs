@@ -5,7 +5,7 @@ use std::{io::Write as _, path::PathBuf};
 use clap::Subcommand;
 
 use super::{
-    Bump, Content, HashCheck, Restored,
+    Bump, Content, HashCheck, Purpose, Restored,
     report::{self, Format},
     restore,
     save::{SaveArgs, Saved, save},
@@ -107,10 +107,11 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
         Command::Restore { snapshot, bump_revision, mark_compacted: _, without_history, datastore } => {
             let settings = Settings::load(&Flags::from(datastore))?;
             let datastore = settings.datastore()?;
-            let bump = bump_revision.map(Bump);
+            let purpose = Purpose::NewStore(bump_revision.map(Bump));
             let create = async { Ok::<_, Box<dyn std::error::Error>>(empty_database(&datastore).await?) };
             let content = if without_history { Content::Log } else { Content::LogAndArchive };
-            let Restored { head, history } = restore(&snapshot.file, snapshot.check(), content, bump, create).await?;
+            let Restored { head, history } =
+                restore(&snapshot.file, snapshot.check(), content, purpose, create).await?;
             Ok(writeln!(std::io::stdout(), "restored into {}: revision {head}{history}", datastore.name())?)
         }
     }

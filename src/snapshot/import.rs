@@ -47,6 +47,8 @@ struct Survey {
     last: Option<RowId>,
     /// The newest revision without a change before the last row.
     last_hole: Option<Revision>,
+    /// Whether there is a row without a change, which stays in etcd's hash.
+    is_raised: bool,
     /// The newest revision that lacks one of its changes.
     last_gap: Option<Revision>,
     live: HashSet<Key, RandomState>,
@@ -134,6 +136,11 @@ impl Import {
 
     pub(super) fn facts(&self) -> &Facts {
         &self.facts
+    }
+
+    /// Returns whether etcdutl has raised the revisions with `--bump-revision`.
+    pub(super) fn is_raised(&self) -> bool {
+        self.survey.is_raised
     }
 
     /// Returns the compact revision, which is above every revision without a change.
@@ -253,7 +260,10 @@ impl Survey {
         }
         self.last = Some(row);
         match change {
-            None => self.last_hole = Some(row.revision),
+            None => {
+                self.last_hole = Some(row.revision);
+                self.is_raised = true;
+            }
             Some((key, RowKind::Put { .. })) => drop(self.live.insert(key)),
             Some((key, RowKind::Delete)) => drop(self.live.remove(&key)),
         }

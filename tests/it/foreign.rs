@@ -61,6 +61,29 @@ async fn sqlite_file_of_another_application_is_refused() {
     assert!(fs::read(&file).expect("a file") == before, "nothing was written");
 }
 
+/// New tables would be made in the first schema, and hide the store.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_tables_in_a_later_schema_are_not_hidden() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let home = tempfile::tempdir().expect("a folder");
+    let endpoint = postgres.create_database();
+    let name = database_name(&endpoint);
+    drop(Server::orlop_on(&endpoint, &[]).await);
+    postgres.psql(
+        name,
+        &format!("CREATE SCHEMA first AUTHORIZATION {name}; ALTER ROLE {name} SET search_path = first, {name}"),
+    );
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    let tables = format!("are in schema {name} of database");
+    check_contains(&text, &[&tables, "but schema first precedes it", &format!("SET search_path = {name}")]);
+    assert_eq!(postgres.psql(name, "SELECT count(*) FROM pg_tables WHERE schemaname = 'first'"), "0");
+
+    // The store of another role.
+    postgres.psql(name, &format!("ALTER TABLE {name}.kv_log OWNER TO postgres"));
+    let server = Server::orlop_on(&endpoint, &[]).await;
+    assert!(!server.log().contains("does not own the tables"), "{}", server.log());
+}
+
 #[tokio::test]
 async fn postgres_database_of_another_application_or_none_is_refused() {
     let Some(postgres) = Postgres::shared().await else { return };
@@ -234,7 +257,7 @@ fn start_ends_at_sigterm_while_postgres_is_away() {
     let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     assert!(lines.any(|line| line.contains("cannot connect yet")), "the database is away");
     send_signal(process.id(), Signal::TERM);
-    // A start that goes on waiting fails after 15 s with status 1.
+    // A start that goes on waiting would fail, after five minutes, with status 1.
     let status = ended(process).status;
     assert_eq!(status.code(), Some(0), "{:?}", lines.collect::<Vec<_>>());
 }

@@ -1,15 +1,20 @@
 //! The JSON gateway: the calls in etcd's documentation, with responses compared with a real etcd's.
 
+use std::path::Path;
+
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
+    process::Command,
     time::timeout,
 };
 
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
-use crate::support::{Answer, Backend, Client, DEADLINE, Server, http, http_with, on_both_backends};
+use crate::support::{
+    Answer, Authority, Backend, Certificate, Client, DEADLINE, Server, http, http_with, on_both_backends, skip,
+};
 
 /// The calls are made in this order.
 const CALLS: [(&str, &str); 46] = [
@@ -197,6 +202,71 @@ async fn unreadable_watch_ends_with_its_error(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let answer = http(server.endpoint(), "POST", "/v3/watch", "x").await;
     assert!(answer.body.contains("\"error\""), "{answer:?}");
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a temporary path is text")
+}
+
+/// A browser with a client certificate.
+struct Browser<'a> {
+    endpoint: &'a str,
+    root: &'a Path,
+    certificate: &'a Certificate,
+}
+
+impl Browser<'_> {
+    /// Sends what a browser sends without asking the server before. Returns the body and, on a last line, the status. Over
+    /// HTTP/2, old versions of curl take an answer before the end of their body for an error, with status 000.
+    async fn post(&self, path: &str, body: &str, headers: &[&str], version: &str) -> String {
+        let Certificate { cert, key } = self.certificate;
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "--max-time", "20", version, "--cacert", text(self.root), "--cert", text(cert)]);
+        curl.args(["--key", text(key), "-H", "Content-Type: text/plain", "-d", body, "-w", "\n%{http_code}"]);
+        headers.iter().for_each(|header| _ = curl.args(["-H", header]));
+        let output = curl.arg(format!("{}/v3/{path}", self.endpoint)).kill_on_drop(true).output();
+        let output = timeout(DEADLINE, output).await.expect("curl ends").expect("curl can be started");
+        String::from_utf8(output.stdout).expect("text")
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_from_elsewhere_cannot_use_the_certificate_of_a_browser() {
+    let Some(authority) = Authority::new() else { return };
+    if std::process::Command::new("curl").arg("-V").output().is_err() {
+        return skip("curl");
+    }
+    let (own, certificate, root) = (authority.sign("server", 30), authority.sign("client", 30), authority.root());
+    let mut flags = vec!["--listen-client-urls", "https://127.0.0.1:0", "--cert-file", text(&own.cert)];
+    flags.extend(["--key-file", text(&own.key), "--trusted-ca-file", text(&root)]);
+    flags.extend(["--cors", "*,https://listed.example:8443"]);
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    let browser = Browser { endpoint: server.endpoint(), root: &root, certificate: &certificate };
+    let key = r#"{"key": "Zm9v"}"#;
+    for (headers, is_served) in [
+        (&["Sec-Fetch-Site: cross-site", "Origin: https://evil.example"][..], false),
+        (&["Sec-Fetch-Site: same-site", "Origin: https://127.0.0.1:3000"], false),
+        (&["Sec-Fetch-Site: cross-site"], false),
+        (&["Sec-Fetch-Site: cross-site", "Origin: https://listed.example:8443"], true),
+        (&["Sec-Fetch-Site: same-origin"], true),
+        // Programs.
+        (&[], true),
+        (&["Origin: https://evil.example"], true),
+    ] {
+        // Without a version, curl and the server agree on HTTP/2 if curl has it.
+        for version in ["--http1.1", "--tlsv1.2"] {
+            let put = browser.post("kv/put", r#"{"key": "Zm9v", "value": "YmFy"}"#, &[], version).await;
+            assert!(put.ends_with("\n200"), "{put}");
+            let answer = browser.post("kv/deleterange", key, headers, version).await;
+            assert_eq!(answer.ends_with("\n200"), is_served, "{version} {headers:?}: {answer}");
+            if !is_served && version == "--http1.1" {
+                let is_refused = answer.contains("a web page of another site") && answer.ends_with("\n403");
+                assert!(is_refused, "{headers:?}: {answer}");
+            }
+            let left = browser.post("kv/range", key, &[], version).await;
+            assert_eq!(left.contains("\"count\":\"1\""), !is_served, "{version} {headers:?}: {left}");
+        }
+    }
 }
 
 on_both_backends!(

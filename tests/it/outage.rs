@@ -5,10 +5,14 @@ mod restored;
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    DefragmentRequest, PutRequest, RangeRequest, StatusRequest, WatchCreateRequest, watch_request::RequestUnion,
+    DefragmentRequest, PutRequest, RangeRequest, RangeResponse, RequestOp, StatusRequest, TxnRequest,
+    WatchCreateRequest, request_op::Request, watch_request::RequestUnion,
 };
 use sqlx::{Connection as _, PgConnection};
-use tokio::time::{sleep, timeout};
+use tokio::{
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
 use tonic::{Code, metadata::MetadataMap};
 
 use crate::{
@@ -53,6 +57,54 @@ pub async fn put_with_retries(client: &Client, key: &str) -> i64 {
         Ok::<_, tonic::Status>(answer.into_inner().header.expect("a header").revision)
     })
     .await
+}
+
+/// A server keeps no values in memory and logs each read of one that is repeated.
+const UNCACHED: [&str; 4] = ["--value-cache-bytes", "0", "--log-level", "debug"];
+const READ_IS_REPEATED: &str = "cannot read values yet; trying again";
+
+fn serializable(key: &str) -> RangeRequest {
+    RangeRequest { key: key.to_owned().into(), serializable: true, ..Default::default() }
+}
+
+/// Reads a key while the caller goes on.
+fn read_in_background(client: &Client, key: &str) -> JoinHandle<Result<RangeResponse, tonic::Status>> {
+    let (mut client, range) = (client.clone(), serializable(key));
+    tokio::spawn(async move { client.kv.range(range).await.map(tonic::Response::into_inner) })
+}
+
+/// Waits until the log has this text `times` times.
+async fn logged(server: &Server, text: &str, times: usize) {
+    eventually(text, async || {
+        let log = server.log();
+        if log.matches(text).count() >= times { Ok(()) } else { Err(log) }
+    })
+    .await;
+}
+
+/// One attempt to read a value takes up to 2 s; a restart takes longer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reads_of_values_wait_for_a_restart() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &UNCACHED).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    put_at(&mut client, "key").await;
+
+    postgres.stop();
+    let get = read_in_background(&client, "key");
+    let read = RequestOp { request: Some(Request::RequestRange(serializable("key"))) };
+    let txn = TxnRequest { success: vec![read], ..Default::default() };
+    let txn = tokio::spawn({
+        let mut client = client.clone();
+        async move { client.kv.txn(txn).await }
+    });
+    let keys = RangeRequest { keys_only: true, ..serializable("key") };
+    assert_eq!(client.kv.range(keys).await.expect("keys are in memory").into_inner().kvs.len(), 1);
+    logged(&server, READ_IS_REPEATED, 2).await;
+    postgres.start_again().await;
+    let found = get.await.expect("no panic").expect("the read waits");
+    assert_eq!(&found.kvs[0].value[..], b"value");
+    txn.await.expect("no panic").expect("the transaction waits");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -246,6 +298,31 @@ async fn replaced_log_stops_the_instance() {
     assert_eq!(put_at(&mut other_client, "another").await, 5, "the other server continues");
 }
 
+/// The WAL writer is slow, so that a commit is flushed only if it waits for that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn commits_stay_synchronous_when_the_server_is_reconfigured() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let client = Client::connect(server.endpoint()).await;
+    put_with_retries(&client, "before").await;
+    for sql in ["ALTER SYSTEM SET synchronous_commit = off", "ALTER SYSTEM SET wal_writer_delay = '10s'"] {
+        postgres.psql("postgres", sql);
+    }
+    postgres.psql("postgres", "SELECT pg_reload_conf()");
+    eventually("the new setting", async || match postgres.psql("postgres", "SHOW synchronous_commit") {
+        setting if setting == "off" => Ok(()),
+        setting => Err(setting),
+    })
+    .await;
+    let mut head = 0;
+    for _ in 0..20 {
+        head = put_with_retries(&client, "after").await;
+    }
+    postgres.crash();
+    postgres.start_again().await;
+    assert_eq!(put_with_retries(&client, "later").await, head + 1);
+}
+
 #[tokio::test]
 async fn error_names_the_missing_privilege() {
     let Some(postgres) = Postgres::shared().await else { return };
@@ -364,26 +441,33 @@ async fn changed_password_needs_no_restart() {
     let by_parameter = format!("{endpoint}?passfile={}", file.display());
     let variable = vec![("PGPASSFILE".to_owned(), file.clone().into_os_string())];
     let servers = [
-        Server::orlop_on(&by_parameter, &["--name", "one"]).await,
-        Server::orlop_at(Some(endpoint), &["--name", "two"], Place { environment: variable, ..Place::default() }).await,
+        Server::orlop_on(&by_parameter, &[&["--name", "one"], &UNCACHED[..]].concat()).await,
+        Server::orlop_at(
+            Some(endpoint),
+            &[&["--name", "two"], &UNCACHED[..]].concat(),
+            Place { environment: variable, ..Place::default() },
+        )
+        .await,
     ];
-    for (number, server) in servers.iter().enumerate() {
-        put_at(&mut Client::connect(server.endpoint()).await, &number.to_string()).await;
+    let mut clients = Vec::new();
+    for server in &servers {
+        let mut client = Client::connect(server.endpoint()).await;
+        put_at(&mut client, "key").await;
+        clients.push(client);
     }
 
     postgres.psql("postgres", &format!("ALTER ROLE {name} PASSWORD 'new:word'"));
     postgres
         .psql("postgres", &format!("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{name}'"));
+    let reads: Vec<_> = clients.iter().map(|client| read_in_background(client, "key")).collect();
     for server in &servers {
-        eventually("the old password is refused", async || {
-            let log = server.log();
-            if log.contains("password authentication failed") { Ok(()) } else { Err(log) }
-        })
-        .await;
+        logged(server, "password authentication failed", 1).await;
+        logged(server, READ_IS_REPEATED, 1).await;
     }
     save("new\\:word");
-    for server in &servers {
-        put_with_retries(&Client::connect(server.endpoint()).await, "after").await;
+    for (read, client) in reads.into_iter().zip(&clients) {
+        read.await.expect("no panic").expect("the read waits for the new password");
+        put_with_retries(client, "after").await;
     }
 }
 

@@ -25,7 +25,8 @@ use tempfile::TempDir;
 use tokio::task::JoinSet;
 
 use crate::support::{
-    Backend, Client, Postgres, Random, Server, etcd_tool, eventually, on_both_backends, orlop, prints, run, skip,
+    Backend, Client, Postgres, Random, Server, database_name, etcd_tool, eventually, on_both_backends, orlop, prints,
+    run, skip,
 };
 
 const WRITERS: u64 = 4;
@@ -386,8 +387,44 @@ async fn restore_into_a_used_postgres_is_refused() {
     }
     check_refused(&restore, &["already contains a log"]);
     let mut other = PgConnection::connect(&datastore).await.expect("a connection");
-    sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut other).await.expect("a lock");
+    for sql in ["DELETE FROM kv_log", "BEGIN; SELECT orlop_lock()"] {
+        sqlx::raw_sql(sql).execute(&mut other).await.expect("an empty log, and its lock");
+    }
     check_refused(&restore, &["no response within 12s; another restore, import or server may hold the lock"]);
+}
+
+/// An instance of the release 0.2.0 could not open the database again after a migration.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn restore_that_is_refused_migrates_no_schema() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let file = save(&mut Client::connect(source.endpoint()).await, home.path()).await;
+    let rows = [
+        ("kv_log VALUES (2, 'a', 'v', 0, 1, 2, 0, false)", Some("already contains a log")),
+        ("kv_log_more VALUES (2, 1, 'a', 'v', 0, 1, 2, 0, false)", Some("already contains a log")),
+        ("lease VALUES (7, 60, clock_timestamp())", Some("already contains a log")),
+        ("member VALUES (7, 'alice', '{}', 1, clock_timestamp(), clock_timestamp())", Some("used by instance alice")),
+        ("member VALUES (7, 'alice', '{}', 1, 'epoch', 'epoch')", None),
+    ];
+    for (row, refusal) in rows {
+        let datastore = postgres.create_database_of_the_first_schema().await;
+        let name = database_name(&datastore);
+        postgres.psql(name, &format!("INSERT INTO {name}.{row}"));
+        let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
+        let schema = match refusal {
+            Some(because) => {
+                check_refused(&restore, &[because]);
+                "1"
+            }
+            // No instance has used it recently.
+            None => {
+                prints(&restore);
+                "2"
+            }
+        };
+        assert_eq!(postgres.psql(name, &format!("SELECT max(version) FROM {name}._sqlx_migrations")), schema, "{row}");
+    }
 }
 
 on_both_backends!(snapshot_under_load_is_consistent, empty_and_small_stores_are_saved_by_etcdctl,);

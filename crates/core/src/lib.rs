@@ -38,6 +38,7 @@
 extern crate self as orlop_core; // tests/model, which the unit tests include, imports this crate by this name
 
 pub mod auth;
+mod change_tail;
 pub mod clock;
 pub mod files;
 pub mod index;

@@ -177,6 +177,7 @@ impl KineTable {
             refuse_open_file(file)?;
         }
         let mut table = Self::begin(address).await?;
+        table.refuse_damage().await?;
         table.refuse_sessions().await?;
         table.check_columns().await?;
         Ok(table)
@@ -218,11 +219,12 @@ impl KineTable {
         read.map_err(|error| self.unreadable(&error))
     }
 
-    /// Ends the transaction, and compares the table as it is now with what it was.
+    /// Ends the transaction, and compares the table as it is now with what it was. Pages are not checked again: the
+    /// database that is filled waits meanwhile, in a transaction.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if it has changed, and as [`KineTable::open`].
+    /// [`Error::Open`] if it has changed, cannot be read, or is in use by kine as far as that can be seen.
     pub async fn check_unchanged(self, before: &KineState) -> Result<()> {
         let Self { connection, address } = self;
         // The connection was used for reads alone.
@@ -259,15 +261,17 @@ impl KineTable {
         let begin = connection.dialect().begin;
         let begun = on!(&mut connection, connection => sqlx::raw_sql(begin).execute(connection).await.map(drop));
         begun.map_err(|error| failed(&error))?;
-        if let Connection::Sqlite(connection) = &mut connection {
-            refuse_damage(connection).await.map_err(|error| {
-                // The whole text of this error speaks of the log of Orlop.
-                let what =
-                    if let Error::Corrupt(what) = &error { format!("damaged: {what}") } else { error.to_string() };
-                Error::Open(format!("{}: {what}", address.name()))
-            })?;
-        }
         Ok(Self { connection, address })
+    }
+
+    /// Checks each page of a SQLite file, which takes minutes for a large one.
+    async fn refuse_damage(&mut self) -> Result<()> {
+        let Connection::Sqlite(connection) = &mut self.connection else { return Ok(()) };
+        refuse_damage(connection).await.map_err(|error| {
+            // The whole text of this error speaks of the log of Orlop.
+            let what = if let Error::Corrupt(what) = &error { format!("damaged: {what}") } else { error.to_string() };
+            Error::Open(format!("{}: {what}", self.address.name()))
+        })
     }
 
     async fn refuse_sessions(&mut self) -> Result<()> {

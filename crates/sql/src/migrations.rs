@@ -15,6 +15,9 @@ use crate::error::describe;
 /// Version, description and SQL of a migration. The first two are those of the file name.
 type File = (i64, &'static str, &'static str);
 
+/// Reads the versions of the migrations that a database has.
+pub(crate) const VERSIONS: &str = "SELECT version FROM _sqlx_migrations ORDER BY version";
+
 const SQLITE: [File; 2] = [
     (1, "log", include_str!("../migrations/sqlite/0001_log.sql")),
     (2, "auth", include_str!("../migrations/sqlite/0002_auth.sql")),
@@ -56,6 +59,11 @@ pub(crate) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
         versions.last().unwrap_or(&0),
         known.last().unwrap_or(&0),
     )))
+}
+
+/// Returns whether this version has migrations that a database with this schema lacks.
+pub(crate) fn is_older(schema: i64, known: &Migrator) -> bool {
+    known.iter().any(|migration| migration.version > schema)
 }
 
 /// Returns the first table of another application, or `None` if the tables are those of Orlop.

@@ -12,6 +12,7 @@
 mod append;
 mod archive;
 mod connection;
+mod dedicated;
 mod hosts;
 mod inspect;
 mod listener;
@@ -22,6 +23,7 @@ mod primary;
 mod read;
 mod replication;
 mod saved_index;
+mod schema;
 mod space;
 mod view;
 
@@ -43,7 +45,8 @@ use tracing::{debug, warn};
 pub(crate) use self::connection::has_unescaped_password;
 use self::{
     append::Appender,
-    connection::{Database, Dedicated, read, with_timeout},
+    connection::{Database, SERVER_WAIT_MAX, read, with_timeout},
+    dedicated::Dedicated,
     listener::Listener,
 };
 pub use self::{
@@ -95,7 +98,8 @@ pub struct PostgresLog {
 }
 
 impl PostgresLog {
-    /// Connects to the database and migrates the schema. Retries for up to 15 s if the database does not respond.
+    /// Connects to the database and migrates the schema. Retries for up to five minutes if the database does not
+    /// respond.
     ///
     /// # Errors
     ///
@@ -103,7 +107,7 @@ impl PostgresLog {
     /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max, settings.durability)?;
-        let mut first = database.connect_first().await?;
+        let mut first = database.connect_within(SERVER_WAIT_MAX).await?;
         database.migrate(&mut first.connection).await?;
         let facts = async {
             let facts = sqlx::query_as(FACTS).fetch_one(&mut first.connection).await?;

@@ -16,8 +16,10 @@ use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, P
 pub(super) const PAGE_ROWS_MAX: usize = 1_000;
 /// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
-/// Finds the revision at which a page continues after ids that have no row.
-pub(super) const NEXT_ID: &str = "SELECT min(id) FROM kv_log WHERE id > $1";
+/// Finds the revision at which a page continues after ids that have no row. Compaction may have deleted the first change of a
+/// revision and not the others.
+pub(super) const NEXT_ID: &str = "SELECT min(id) FROM (SELECT min(id) AS id FROM kv_log WHERE id > $1 \
+    UNION ALL SELECT min(id) FROM kv_log_more WHERE id > $1) AS next";
 /// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;

@@ -21,6 +21,7 @@ mod read;
 mod readers;
 mod result_code;
 mod saved_index;
+mod schema;
 mod vacuum;
 mod values;
 mod view;

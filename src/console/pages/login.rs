@@ -1,12 +1,12 @@
 //! The form to log in.
 
-use axum::{body::Bytes, extract::State, response::Response};
+use axum::{extract::State, response::Response};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use maud::html;
 use orlop_objects::escaped;
 
 use super::{Frame, Visit};
-use crate::console::{backend::LogInError, query::Query, server::Console, session::Access};
+use crate::console::{backend::LogInError, limits::Form, query::Query, server::Console, session::Access};
 
 /// What the form says.
 pub(in crate::console) enum Notice {
@@ -58,15 +58,15 @@ pub(in crate::console) async fn page(State(console): State<Console>, headers: He
     }
 }
 
-pub(in crate::console) async fn log_in(State(console): State<Console>, headers: HeaderMap, body: Bytes) -> Response {
-    let fields = Query::parse(&body);
+pub(in crate::console) async fn log_in(State(console): State<Console>, headers: HeaderMap, sent: Form) -> Response {
+    let fields = Query::parse(&sent.text);
     let next = local(&fields.text("next")).to_owned();
     if !console.sessions.is_form_token(&headers, &fields.text("token")) {
         return form(&console, &headers, StatusCode::FORBIDDEN, &next, Notice::Forged);
     }
     let (name, password) = (fields.text("name"), fields.text("password"));
     // A log-in that waits does not keep the whole form in memory.
-    drop((body, fields));
+    drop((sent, fields));
     let Some(_permit) = console.log_ins.begin().await else {
         return form(&console, &headers, StatusCode::SERVICE_UNAVAILABLE, &next, Notice::Busy);
     };
@@ -83,8 +83,8 @@ pub(in crate::console) async fn log_in(State(console): State<Console>, headers: 
     }
 }
 
-pub(in crate::console) async fn log_out(visit: Visit, body: Bytes) -> Response {
-    match visit.form(&body) {
+pub(in crate::console) async fn log_out(visit: Visit, sent: Form) -> Response {
+    match visit.form(&sent.text) {
         Ok(_) => redirect("/login", Some(visit.console.sessions.end(&visit.headers))),
         Err(failure) => super::plain(&failure),
     }

@@ -1,6 +1,6 @@
 //! Writes an old version of a key again: shows what would change, and then writes it unless the key has changed meanwhile.
 
-use axum::{body::Bytes, response::Response};
+use axum::response::Response;
 use http::StatusCode;
 use maud::{Markup, html};
 use orlop_objects::Secrets;
@@ -10,6 +10,7 @@ use super::{Tab, Visit, diff::compare, key_field, login::redirect, names, secret
 use crate::{
     console::{
         backend::{Failure, Written, pair, put_if},
+        limits::Form,
         query::encoded,
     },
     text::shown_key,
@@ -63,8 +64,8 @@ async fn version(visit: &Visit, key: &[u8], revision: i64) -> Result<KeyValue, F
     version.ok_or_else(|| Failure::Missing(format!("{} does not exist at revision {revision}", shown_key(key))))
 }
 
-pub(in crate::console) async fn write(visit: Visit, body: Bytes) -> Response {
-    let form = match visit.form(&body) {
+pub(in crate::console) async fn write(visit: Visit, sent: Form) -> Response {
+    let form = match visit.form(&sent.text) {
         Ok(form) => form,
         Err(failure) => return visit.page(Tab::Keys, TITLE, Err(failure)),
     };

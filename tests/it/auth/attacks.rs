@@ -1,20 +1,30 @@
 //! Attacks by clients with and without an account: they are bounded, and delay nobody else.
 
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use futures_util::future::join_all;
 use orlop_wire::proto::client::{
     authpb::Permission,
     etcdserverpb::{
-        AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest, AuthUserGrantRoleRequest,
-        LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
+        AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest, AuthUserChangePasswordRequest,
+        AuthUserGrantRoleRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, auth_client::AuthClient,
+        request_op::Request,
     },
 };
-use tokio::time::{Instant, timeout};
-use tonic::Code;
+use tokio::{
+    task::JoinSet,
+    time::{Instant, timeout},
+};
+use tonic::{Code, transport::Endpoint};
 
 use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, check_refused, enable, get, grant_role, password, put};
-use crate::support::{Backend, Client, DEADLINE, Random, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, DEADLINE, Random, Server, eventually, http, on_both_backends};
 
 async fn names_are_bounded(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
@@ -184,9 +194,44 @@ async fn flood_of_wrong_passwords_delays_nobody(backend: Backend) {
     assert!(served >= 5, "only {served} gets and puts were served during the flood");
 }
 
+/// The path of the guesses is percent-encoded, so that it does not end as that of a log-in does.
+async fn guesses_count_for_their_own_address(backend: Backend) {
+    // The default cost, with which 128 checks take seconds. More of one address are refused.
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let token = act_as(&mut client, "root").await;
+    let elsewhere = Endpoint::from_shared(server.endpoint().to_owned()).expect("an endpoint");
+    let elsewhere = elsewhere.local_address(Some([127, 0, 0, 2].into())).connect().await.expect("a connection");
+    let (mut guesses, checked) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
+    for _ in 0..300 {
+        let (endpoint, checked) = (server.endpoint().to_owned(), Arc::clone(&checked));
+        guesses.spawn(async move {
+            let guess = r#"{"name": "root", "password": "wrong"}"#;
+            let answer = http(&endpoint, "POST", "/v3/auth/authenticat%65", guess).await;
+            if answer.status != 429 {
+                assert_eq!(answer.status, 400, "{}", answer.body);
+                checked.fetch_add(1, Ordering::Relaxed);
+            }
+            answer.status
+        });
+    }
+    while guesses.join_next().await.expect("a guess is refused").expect("an answer") != 429 {}
+    // If both had the same address, the change would be refused too, or would follow 127 guesses.
+    let before = checked.load(Ordering::Relaxed);
+    let change =
+        AuthUserChangePasswordRequest { name: "user".to_owned(), password: "new".to_owned(), ..Default::default() };
+    let mut change = tonic::Request::new(change);
+    change.metadata_mut().insert("token", token.parse().expect("a token is ASCII"));
+    AuthClient::new(elsewhere).user_change_password(change).await.expect("another address has its own turn");
+    let meanwhile = checked.load(Ordering::Relaxed) - before;
+    assert!(meanwhile < 100, "{meanwhile} guesses were checked before");
+}
+
 on_both_backends!(
     names_are_bounded,
     many_permissions_do_not_slow_requests,
     leases_of_many_keys_do_not_slow_requests,
     flood_of_wrong_passwords_delays_nobody,
+    guesses_count_for_their_own_address,
 );

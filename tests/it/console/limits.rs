@@ -3,12 +3,12 @@
 use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
-use tokio::{net::TcpStream, task::JoinSet, time::timeout};
+use tokio::{io::AsyncReadExt as _, net::TcpStream, task::JoinSet, time::timeout};
 
 use super::page::{Page, Visitor, put, value_of};
 use crate::{
     auth::{CHEAP, enable, password},
-    support::{Backend, Client, DEADLINE, Link, NetworkState, Server, eventually, free_port},
+    support::{Answer, Backend, Client, DEADLINE, Link, NetworkState, Server, eventually, free_port},
 };
 
 /// A limit of a client of HTTP/2 until it has received that of the server.
@@ -40,6 +40,36 @@ async fn too_many_log_ins_at_the_same_time_are_refused() {
         assert!(!value_of(&answer.body, "token").is_empty(), "{}", answer.body);
     }
     link.set_network(NetworkState::Normal);
+    eventually("a log-in", async || {
+        let answer = page.visitor().log_in("user", &password("user")).await;
+        if answer.status == 303 { Ok(()) } else { Err(answer) }
+    })
+    .await;
+}
+
+/// Their visitors have no session. 32 forms are received at the same time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn too_many_unfinished_forms_are_refused() {
+    let server = Server::orlop_with(Backend::Sqlite, &CHEAP).await.expect("SQLite is always there");
+    enable(&mut Client::connect(server.endpoint()).await).await;
+    let page = Page::about(server.endpoint(), &[]);
+    let mut forms = JoinSet::new();
+    for _ in 0..40 {
+        let mut stream = page.visitor().begin_form("/login").await;
+        forms.spawn(async move {
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await.expect("the page answers");
+            Answer::parse(&text).unwrap_or_else(|| panic!("not an HTTP response: {text}"))
+        });
+    }
+    for _ in 0..8 {
+        let answer = timeout(DEADLINE, forms.join_next()).await.expect("a refusal in time");
+        let answer = answer.expect("a form").expect("a task");
+        assert_eq!(answer.status, 503, "{}", answer.body);
+        assert!(answer.body.contains("Too many forms are sent at the same time."), "{}", answer.body);
+    }
+    // Their visitors leave.
+    drop(forms);
     eventually("a log-in", async || {
         let answer = page.visitor().log_in("user", &password("user")).await;
         if answer.status == 303 { Ok(()) } else { Err(answer) }

@@ -105,6 +105,14 @@ impl Visitor {
         head
     }
 
+    /// Sends the beginning of a form, and no more.
+    pub async fn begin_form(&self, path: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
+        let request = self.head("POST", path, &[], 100) + "n";
+        stream.write_all(request.as_bytes()).await.expect("the page reads");
+        stream
+    }
+
     async fn exchange(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).await.expect("the page accepts connections");
         let request = self.head(method, path, headers, body.len()) + body;

@@ -22,7 +22,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{leases::lease_table, replay::replay, replication::AppliedTail, shared::Shared, tasks::until_stopped};
+use super::{leases::lease_table, replay::replay, shared::Shared, tasks::until_stopped};
 use crate::{
     index::{Lease, TreeIndex},
     log::{Error, LeaseScope, Meta, Position, Result, SharedLog, WithPrev},
@@ -292,8 +292,9 @@ impl Shared {
         let head = self.index.read().head();
         if head > Revision::EMPTY {
             let page = self.log.changes(head, head, &KeyRange::all(), WithPrev::No).await?;
-            *self.replication.tail.lock() = AppliedTail::default();
-            self.replication.tail.lock().push(&page.changes);
+            let mut tail = self.replication.tail.lock();
+            tail.clear();
+            tail.push(&page.changes);
         }
         Ok(())
     }
@@ -302,8 +303,8 @@ impl Shared {
     async fn compare_tail(&self, log_head: Revision) -> Result<()> {
         let (applied, newest): (HashMap<RowId, Change>, Option<Change>) = {
             let tail = self.replication.tail.lock();
-            let by_row = tail.changes.iter().map(|change| (change.row, change.clone())).collect();
-            (by_row, tail.changes.back().cloned())
+            let by_row = tail.iter().map(|change| (change.row, change.clone())).collect();
+            (by_row, tail.iter().next_back().cloned())
         };
         let Some(newest) = newest else { return Ok(()) };
         let oldest = applied.keys().min().map_or(newest.row.revision, |row| row.revision);

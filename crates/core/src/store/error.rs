@@ -1,6 +1,16 @@
 //! The errors of the store, by what the caller should do.
 
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
 use crate::{auth, index::Unreadable, log, overload::Exhausted, trace};
+
+/// Minimum interval between two messages about requests that failed because the database is unavailable.
+const UNAVAILABLE_LOG_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Why a request failed, by what the caller should do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,8 +73,7 @@ impl From<Exhausted> for Error {
 impl From<log::Error> for Error {
     /// Converts an error of the log to an error of the store, and logs its cause.
     fn from(error: log::Error) -> Self {
-        let id = trace::current().map(tracing::field::display);
-        tracing::error!(id, %error, "request failed on the database");
+        log_failure(&error);
         match error {
             log::Error::Unavailable(_) | log::Error::Open(_) | log::Error::Diverged(_) => Self::Unavailable,
             log::Error::Full(_) => Self::NoSpace,
@@ -73,4 +82,22 @@ impl From<log::Error> for Error {
             log::Error::Corrupt(_) => Self::Corrupt,
         }
     }
+}
+
+/// Logs why a request failed. During an outage, one request every [`UNAVAILABLE_LOG_INTERVAL`] is logged as an error,
+/// and the others at the level debug.
+fn log_failure(error: &log::Error) {
+    /// The time of the last message of this process. The lock is not one of [`crate::sync`], because shuttle's do not
+    /// outlive a schedule.
+    static LOGGED: Mutex<Option<Instant>> = Mutex::new(None);
+    let id = trace::current().map(tracing::field::display);
+    if matches!(error, log::Error::Unavailable(_)) {
+        let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
+        if logged.is_some_and(|logged| logged.elapsed() < UNAVAILABLE_LOG_INTERVAL) {
+            drop(logged);
+            return tracing::debug!(id, %error, "requests still fail on the database");
+        }
+        *logged = Some(Instant::now());
+    }
+    tracing::error!(id, %error, "request failed on the database");
 }

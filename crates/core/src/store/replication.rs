@@ -1,13 +1,14 @@
 //! The state of this instance relative to the log: the server that it follows, its running append, and the changes that
 //! it applied last.
 
-use std::{collections::VecDeque, sync::atomic::Ordering};
+use std::sync::atomic::Ordering;
 
 use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
+    change_tail::ChangeTail,
     sync::{AtomicBool, AtomicI64, Mutex},
-    types::{Change, EncodedKv},
+    types::Change,
 };
 
 /// Maximum number of applied changes kept for comparison with another server's log.
@@ -25,7 +26,8 @@ pub(super) struct ReplicationState {
     pub(super) is_appending: AtomicBool,
     /// Notified when changes were applied, and when an append of this instance has ended.
     pub(super) applied: watch::Sender<()>,
-    pub(super) tail: Mutex<AppliedTail>,
+    /// The newest applied changes.
+    pub(super) tail: Mutex<ChangeTail>,
     /// The newest compaction that was read from the log; `i64::MIN` if there is none. It is read once per epoch and
     /// takes effect when its revision is applied, which may be in a later attempt to catch up.
     pub(super) recorded_compaction: AtomicI64,
@@ -40,7 +42,7 @@ impl ReplicationState {
             server: AtomicI64::new(server),
             is_appending: AtomicBool::new(false),
             applied: watch::Sender::new(()),
-            tail: Mutex::default(),
+            tail: Mutex::new(ChangeTail::new(TAIL_CHANGES_MAX, TAIL_BYTES_MAX)),
             recorded_compaction: AtomicI64::new(i64::MIN),
             failed: watch::Sender::new(None),
         }
@@ -66,29 +68,4 @@ impl ReplicationState {
             self.applied.send_replace(());
         }
     }
-}
-
-/// The newest applied changes.
-#[derive(Default)]
-pub(super) struct AppliedTail {
-    pub(super) changes: VecDeque<Change>,
-    bytes: usize,
-}
-
-impl AppliedTail {
-    /// Adds changes and drops the oldest ones above the limits.
-    pub(super) fn push(&mut self, changes: &[Change]) {
-        for change in &changes[changes.len().saturating_sub(TAIL_CHANGES_MAX)..] {
-            self.bytes += pair_bytes(change);
-            self.changes.push_back(change.clone());
-        }
-        while self.changes.len() > TAIL_CHANGES_MAX || (self.bytes > TAIL_BYTES_MAX && self.changes.len() > 1) {
-            let Some(oldest) = self.changes.pop_front() else { break };
-            self.bytes -= pair_bytes(&oldest);
-        }
-    }
-}
-
-fn pair_bytes(change: &Change) -> usize {
-    change.kv().map_or(0, EncodedKv::len)
 }

@@ -15,7 +15,10 @@ use super::{
     fixtures::shared,
     generators::{LEASES, Request, anchored, requests},
     model::{Model, Row},
-    request::{DeleteResponse, PutResponse, TxnResponse},
+    request::{
+        Compare, CompareTarget, DeleteResponse, PutLease, PutRequest, PutResponse, PutValue, Relation, TxnRequest,
+        TxnResponse,
+    },
     shared::Shared,
     txn::{Evaluation, Fetched, Stop},
 };
@@ -78,6 +81,34 @@ async fn lease_granted_again_has_its_new_ttl_after_catching_up() -> Checked {
     world.run(step(vec![Request::Revoke(id), Request::Grant { id, ttl_secs: 1_000 }], Fate::FoundLater)).await
 }
 
+#[tokio::test]
+async fn values_of_compares_are_read_together() -> Checked {
+    let keys: Vec<String> = (0..50).map(|number| format!("k{number}")).collect();
+    let put = |key: &String| {
+        let value = PutValue::New("v".into());
+        Request::Put(PutRequest { key: key.clone().into(), value, lease: PutLease::Set(None), prev_kv: false })
+    };
+    let compare = |range, value: &'static str| {
+        let target = CompareTarget::Value(value.into());
+        Compare { range, relation: Relation::Equal, target }
+    };
+    let all = || KeyRange::from_wire(b"k", b"l");
+    let single = |key: &String| compare(KeyRange::from_wire(key.as_bytes(), b""), "v");
+    for compares in [
+        vec![compare(all(), "v")],
+        vec![compare(all(), "other")],
+        keys.iter().map(single).collect(),
+        keys.iter().map(single).chain([compare(all(), "other")]).collect(),
+    ] {
+        let mut world = World::new(0);
+        world.run(Step { requests: keys.iter().map(put).collect(), fate: Fate::Committed, compact: None }).await?;
+        let text = format!("{compares:?}");
+        world.request(&Request::Txn(TxnRequest { compares, success: vec![], failure: vec![] })).await?;
+        prop_assert_eq!(world.reads, 1, "{}", text);
+    }
+    Ok(())
+}
+
 /// The store without its tasks, and the model.
 struct World {
     shared: Shared,
@@ -86,6 +117,8 @@ struct World {
     model: Model,
     /// The model of the log's contents.
     committed: Model,
+    /// How many times an evaluation needed rows of the log.
+    reads: usize,
 }
 
 impl World {
@@ -97,6 +130,7 @@ impl World {
             fetched: Fetched::new(),
             committed: model.clone(),
             model,
+            reads: 0,
         }
     }
 
@@ -145,6 +179,7 @@ impl World {
             match stop {
                 Stop::Failed(error) => break Err(error),
                 Stop::NeedsValues(rows) => {
+                    self.reads += 1;
                     prop_assert!(!rows.is_empty() && rows.iter().all(|row| !self.fetched.contains_key(row)));
                     let found: HashMap<_, _> = self.shared.log.values(&rows).await.unwrap().into_iter().collect();
                     prop_assert!(rows.iter().all(|row| found.contains_key(row)), "{:?} are in the log", rows);

@@ -49,7 +49,7 @@ use super::{
 };
 use crate::{
     log::{self, Position},
-    types::RowId,
+    types::{Change, RowId},
 };
 
 /// Number of pending requests at which the writer takes no more from the queue. Larger batches only add latency.
@@ -206,9 +206,12 @@ impl Writer {
                 served.push((command, Err(Error::TooManyRequests)));
                 continue;
             }
+            let before = batch.changes().len();
             match self.evaluate(&command, expected, &mut batch, &fetched) {
                 Ok(outcome) => {
-                    bytes += command.bytes.count;
+                    // A put that keeps its value is a small request and a large change.
+                    let written: usize = batch.changes()[before..].iter().map(Change::pair_bytes).sum();
+                    bytes += command.bytes.count.max(written);
                     served.push((command, Ok(outcome)));
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),

@@ -20,7 +20,7 @@ use proptest::{collection::vec, prelude::*};
 use self::{
     history::History,
     reader::Checked,
-    schedule::{Action, Create, Step, steps},
+    schedule::{Action, Concurrent, Create, Step, steps},
     world::{World, publish},
 };
 use super::{Flavor, Hub, Message, Messages, Session, Spec};
@@ -96,6 +96,30 @@ fn progress_is_sent_when_the_watch_from_a_future_revision_is_canceled() {
     let create = |id, back| Step::Stream(0, Action::Create(create(id, back, ALL_EVENTS)));
     let progress = Step::Stream(0, Action::Progress);
     check(vec![publish_one(), create(2, None), create(1, Some(-9)), progress, cancel(1)]);
+}
+
+/// Under load, changes are published during each read.
+#[tokio::test]
+async fn watch_catches_up_although_changes_are_published_during_each_read() {
+    for prev_kv in [false, true] {
+        let flavor = Flavor { prev_kv, ..ALL_EVENTS };
+        let publish_during_reads = || Action::Advance {
+            concurrent: [vec![Concurrent::Publish(vec![(0, true)])], vec![]],
+            cancel_before_read: false,
+        };
+        let mut world = World::new();
+        let mut steps = vec![publish_one(), publish_one()];
+        // The second watch is behind while the first one reads.
+        steps.extend((1..3).map(|id| Step::Stream(0, Action::Create(create(id, Some(1), flavor)))));
+        for _ in 0..4 {
+            steps.extend([publish_during_reads(), Action::Read(usize::MAX)].map(|action| Step::Stream(0, action)));
+        }
+        for step in steps {
+            world.run(step).await.unwrap();
+        }
+        assert!(!world.has_work(), "prev_kv: {prev_kv}");
+        world.finish().await.unwrap();
+    }
 }
 
 /// Another instance compacts, and the hub does not know it yet when the watch reads the log.

@@ -5,6 +5,7 @@
 //! per range and flavor, regardless of the number of watches that share it.
 
 mod members;
+mod recent;
 mod survey;
 
 use std::{
@@ -15,8 +16,11 @@ use std::{
 use slab::Slab;
 use tokio::sync::Semaphore;
 
-use self::members::Members;
 pub use self::survey::{Survey, WatchedRange};
+use self::{
+    members::{Member, Members},
+    recent::Recent,
+};
 use super::{
     chunk::{CHUNK_BYTES_MAX, Chunk},
     intervals::Intervals,
@@ -54,8 +58,9 @@ struct State {
     groups: Slab<RangeGroup>,
     /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Members>,
-    /// Watches that read the log, by their outbox and id. Only [`Hub::survey`] uses it.
+    /// Watches that read the log, by their outbox and id.
     behind: BTreeMap<WatchKey, BehindWatch>,
+    recent: Recent,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
     /// Number of synced watches that requested previous pairs.
@@ -68,6 +73,7 @@ struct State {
 struct BehindWatch {
     outbox: Weak<Outbox>,
     range: KeyRange,
+    prev_kv: bool,
     /// The first revision that was not queued.
     next: Revision,
 }
@@ -90,15 +96,6 @@ struct FlavorGroup {
     flavor: Flavor,
     members: Members,
     tail: RunTail,
-}
-
-/// A watch that is synced, or waits for its start revision.
-struct Member {
-    outbox: Arc<Outbox>,
-    id: WatchId,
-    fragment: Option<usize>,
-    /// The newest revision that was queued. Periodic progress is sent only to a watch that received nothing recently.
-    sent: Option<Revision>,
 }
 
 /// The result of joining the hub.
@@ -125,6 +122,7 @@ impl Hub {
                 groups: Slab::new(),
                 future: BTreeMap::new(),
                 behind: BTreeMap::new(),
+                recent: Recent::new(head),
                 progress: Vec::new(),
                 prev_kv_members: 0,
                 watch_bytes: 0,
@@ -142,9 +140,10 @@ impl Hub {
         self.state.lock().head
     }
 
-    /// Returns whether any synced watch requested previous pairs, so that changes should contain them.
+    /// Returns whether any watch requested previous pairs, so that changes should contain them.
     pub fn wants_prev(&self) -> bool {
-        self.state.lock().prev_kv_members > 0
+        let state = self.state.lock();
+        state.prev_kv_members > 0 || state.behind.values().any(|watch| watch.prev_kv)
     }
 
     /// Publishes the changes up to `head` that were not published yet. `apply` makes them readable; between `apply` and
@@ -167,13 +166,16 @@ impl Hub {
         state.compact_revision = state.compact_revision.max(compact_revision);
         let State { groups, behind, .. } = &mut *state;
         for RangeGroup { range, flavors } in groups.drain() {
-            for member in flavors.into_iter().flat_map(|flavor_group| flavor_group.members) {
-                member.fall_behind(&range, next, behind);
+            for FlavorGroup { flavor, members, .. } in flavors {
+                for member in members {
+                    member.fall_behind(&range, flavor, next, behind);
+                }
             }
         }
         state.ranges = Intervals::new();
         state.prev_kv_members = 0;
         state.publish(&[], head);
+        state.recent.restart(head);
     }
 
     /// Records a compaction. `apply` makes it effective for reads.
@@ -279,7 +281,8 @@ impl State {
     fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         let outcome = self.join_at(outbox, id, spec, next);
         if outcome == JoinOutcome::Behind {
-            let watch = || BehindWatch { outbox: Arc::downgrade(outbox), range: spec.range.clone(), next };
+            let (range, prev_kv) = (spec.range.clone(), spec.flavor.prev_kv);
+            let watch = || BehindWatch { outbox: Arc::downgrade(outbox), range, prev_kv, next };
             self.behind.entry(watch_key(outbox, id)).or_insert_with(watch).next = next;
         } else {
             self.forget_behind(outbox, id);
@@ -297,7 +300,7 @@ impl State {
         if let Some(compacted) = self.compact_revision.filter(|compacted| next < *compacted) {
             return JoinOutcome::Compacted(compacted);
         }
-        if next <= self.head {
+        if next <= self.head && !self.send_recent(outbox, id, spec, next) {
             return JoinOutcome::Behind;
         }
         if next > self.head.next() {
@@ -306,6 +309,22 @@ impl State {
         }
         self.add(outbox, id, spec);
         JoinOutcome::Synced
+    }
+
+    /// Sends a watch what was published from `next` on. Returns false if the watch has to read that from the log: not all of
+    /// it is here, or it is more than one message, or previous pairs are missing or must not be sent.
+    fn send_recent(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> bool {
+        let Some(changes) = self.recent.since(next) else { return false };
+        let wanted: Vec<&Change> =
+            changes.filter(|change| spec.flavor.admits(change) && spec.range.contains(&change.key)).collect();
+        let needs_log = |change: &&Change| change.lacks_prev() || Some(change.row.revision) <= self.compact_revision;
+        if (spec.flavor.prev_kv && wanted.iter().any(needs_log))
+            || wanted.iter().map(|change| change.pair_bytes()).sum::<usize>() > CHUNK_BYTES_MAX
+        {
+            return false;
+        }
+        let chunks = Chunk::encode(wanted, spec.flavor, usize::MAX, encode);
+        chunks.into_iter().all(|chunk| outbox.push_chunk(id, &ChunkRef::in_new_run(chunk, self.head), spec.fragment))
     }
 
     /// Adds a synced watch.
@@ -354,6 +373,11 @@ impl State {
     /// revision up to `head`.
     fn publish(&mut self, changes: &[Change], head: Revision) {
         self.head = head;
+        if self.behind.is_empty() {
+            self.recent.restart(head);
+        } else {
+            self.recent.push(changes);
+        }
         for (number, hits) in self.hits(changes) {
             self.publish_to(number, &hits, head);
             self.drop_if_empty(number);
@@ -405,7 +429,7 @@ impl State {
             members.retain_mut(|member| {
                 let missed = chunks.iter().find(|chunk| !member.send(chunk)).map(|chunk| chunk.first).or(incomplete);
                 if let Some(next) = missed {
-                    member.fall_behind(range, next, behind);
+                    member.fall_behind(range, *flavor, next, behind);
                 }
                 missed.is_none()
             });
@@ -421,75 +445,5 @@ pub(super) fn encode(change: &Change, flavor: Flavor) -> EncodedEvent {
     if flavor.prev_kv { change.event_with_prev() } else { change.event() }
 }
 
-impl Member {
-    fn new(outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Self {
-        Self { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None }
-    }
-
-    /// Notifies the session that the watch must catch up from `next`.
-    fn fall_behind(&self, range: &KeyRange, next: Revision, behind: &mut BTreeMap<WatchKey, BehindWatch>) {
-        self.outbox.mark_lagging(self.id, next);
-        let watch = BehindWatch { outbox: Arc::downgrade(&self.outbox), range: range.clone(), next };
-        behind.insert(watch_key(&self.outbox, self.id), watch);
-    }
-
-    /// Returns false if the outbox is full.
-    fn send(&mut self, chunk: &ChunkRef) -> bool {
-        let taken = self.outbox.push_chunk(self.id, chunk, self.fragment);
-        if taken {
-            self.sent = Some(chunk.revision);
-        }
-        taken
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn stream_waits_for_progress_at_most_once() {
-        let hub = Hub::new(Revision::EMPTY, None, Arc::default());
-        let outbox = Arc::new(hub.outbox());
-        for start in [9, 9, 8, 7] {
-            assert!(!hub.progress(&outbox, Some(Revision(start))));
-        }
-        let waiting = |hub: &Hub| hub.state.lock().progress.iter().map(|(start, _)| start.0).collect::<Vec<_>>();
-        assert_eq!(waiting(&hub), [7]);
-        hub.publish(&[], Revision(7), |_| {});
-        assert_eq!(waiting(&hub), [0; 0]);
-    }
-
-    #[test]
-    fn watches_of_all_streams_have_a_limit_together() {
-        let hub = Hub::new(Revision(10), Some(Revision(5)), Arc::default());
-        let streams = [Arc::new(hub.outbox()), Arc::new(hub.outbox())];
-        let range = KeyRange::from_wire(b"a", b"z");
-        let flavor = Flavor { prev_kv: false, puts: true, deletes: true };
-        let spec = |start| Spec {
-            id: None,
-            range: range.clone(),
-            start: Some(Revision(start)),
-            flavor,
-            fragment: None,
-            progress_notify: false,
-        };
-        let (compacted, behind, future) = (spec(3), spec(7), spec(100));
-        // Seven more fit.
-        let others = WATCH_BYTES_MAX - 7 * behind.watch_bytes();
-        hub.state.lock().watch_bytes = others;
-        let create = |id: usize, spec: &Spec| hub.create(&streams[id % 2], WatchId(id as i64), spec);
-        assert_eq!(create(0, &compacted), Some(JoinOutcome::Compacted(Revision(5))));
-        for id in 1..=6 {
-            assert_eq!(create(id, &behind), Some(JoinOutcome::Behind));
-        }
-        assert_eq!(create(7, &future), Some(JoinOutcome::Waiting));
-        assert_eq!(create(8, &behind), None);
-        hub.remove(&streams[1], WatchId(7), &future);
-        assert_eq!(create(8, &behind), Some(JoinOutcome::Behind));
-        for id in [1, 2, 3, 4, 5, 6, 8] {
-            hub.remove(&streams[id % 2], WatchId(id as i64), &behind);
-        }
-        assert_eq!(hub.state.lock().watch_bytes, others);
-    }
-}
+mod tests;

@@ -9,10 +9,7 @@ use std::{
 };
 
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection, Row as _, migrate::MigrateError};
-use tokio::{
-    sync::{Mutex, MutexGuard},
-    time::{Instant, sleep, timeout},
-};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 
 use super::{
@@ -30,8 +27,13 @@ use orlop_core::log::{Connections, Error, Result};
 const SEARCH_ANSWER_MAX: Duration = Duration::from_secs(2);
 /// Maximum time to set up a new connection.
 const SET_UP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time for which the start waits for a Postgres server that is not running yet.
-const FIRST_CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Maximum time for which a command waits for a Postgres server that is not running yet.
+const COMMAND_WAIT_MAX: Duration = Duration::from_secs(15);
+/// Maximum time for which the start of a server waits. Kubernetes restarts a server that gave up after a pause that
+/// grows to five minutes. The time leaves half of `TimeoutStartSec` of the unit of systemd to read the log.
+pub(super) const SERVER_WAIT_MAX: Duration = Duration::from_secs(300);
+/// Minimum interval between two messages of a start that waits.
+const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
@@ -40,15 +42,16 @@ const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
 pub(super) const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout of a statement on the server, see [`SESSION_SETTINGS`].
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum time for which a read is retried on another connection after its connection failed.
+/// Maximum time for which a read is retried on another connection after its connection failed. The store repeats reads
+/// of values for longer.
 const READ_RETRY_MAX: Duration = Duration::from_secs(2);
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The first statement on every connection to the primary.
 ///
-/// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; other settings
-/// remain. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
+/// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; other values
+/// remain. Each session has a value of its own, so that a later change of the server's does not apply to it. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
 /// is paused. A start and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since
 /// Postgres 17). Connections may be unused for long: the server does not close them, and its keepalives prevent
 /// firewalls and load balancers from forgetting them. Large values are compressed with lz4 if the server has it and
@@ -60,7 +63,7 @@ pub(super) const SESSION_SETTINGS: &str = "\
     SET idle_in_transaction_session_timeout = '2s'; \
     SET client_min_messages = 'warning'; \
     SET tcp_keepalives_idle = 60; \
-    SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'; \
+    SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), false); \
     SELECT set_config('default_toast_compression', 'lz4', false) FROM pg_settings \
         WHERE name = 'default_toast_compression' AND source = 'default' AND 'lz4' = ANY (enumvals); \
     SELECT set_config(name, '0', false) FROM pg_settings \
@@ -153,10 +156,17 @@ impl Database {
         Ok(found)
     }
 
-    /// Opens the first connection at the start. Retries while the database is starting.
+    /// Opens the first connection of a command.
     pub(super) async fn connect_first(&self) -> Result<Found> {
-        let deadline = Instant::now() + FIRST_CONNECT_TIMEOUT;
+        self.connect_within(COMMAND_WAIT_MAX).await
+    }
+
+    /// Opens the first connection. Retries for up to `wait_max` while the database cannot be reached or is starting. A
+    /// refusal, such as that of a wrong password, is final.
+    pub(super) async fn connect_within(&self, wait_max: Duration) -> Result<Found> {
+        let deadline = Instant::now() + wait_max;
         let mut pause = RETRY_PAUSE_MIN;
+        let mut logged: Option<Instant> = None;
         let mut found = loop {
             match self.find().await {
                 Ok(found) => break found,
@@ -164,7 +174,10 @@ impl Database {
                     return Err(self.open_error("connect to", &error));
                 }
                 Err(error) => {
-                    warn!(error = describe(&error), database = self.name, "cannot connect yet; trying again");
+                    if logged.is_none_or(|logged| logged.elapsed() >= WAIT_LOG_INTERVAL) {
+                        warn!(error = describe(&error), database = self.name, "cannot connect yet; trying again");
+                        logged = Some(Instant::now());
+                    }
                 }
             }
             sleep(pause).await;
@@ -174,26 +187,40 @@ impl Database {
         Ok(found)
     }
 
-    /// Refuses a database without a schema for the tables, and a new one that cannot store every name. Logs what causes
-    /// errors or a loss later. Returns false if the role lacks the rights of the owner of the tables.
-    async fn check_settings(&self, connection: &mut PgConnection) -> Result<bool> {
-        /// Whether commits are synced, the schema, the encoding; if there is a log, its owner and whether this role has
-        /// the owner's rights.
-        type State = (bool, Option<String>, String, Option<String>, Option<bool>);
+    /// Refuses a database without a schema for the tables, one whose tables are in a later schema than new ones would be,
+    /// and a new one that cannot store every name. Logs what causes errors or a loss later. Returns the owner of the tables,
+    /// if there are any, and whether the role has the owner's rights.
+    async fn check_settings(&self, connection: &mut PgConnection) -> Result<Option<(String, bool)>> {
+        /// Whether commits are synced, the schema, the encoding; if there is a log, its schema and its owner, and whether
+        /// this role has the owner's rights.
+        type State = (bool, Option<String>, String, Option<String>, Option<String>, Option<bool>);
         const STATE: &str = "SELECT current_setting('fsync')::bool, current_schema()::text, \
-            current_setting('server_encoding'), pg_get_userbyid(c.relowner)::text, pg_has_role(c.relowner, 'USAGE') \
-            FROM (SELECT to_regclass('kv_log') AS log) l LEFT JOIN pg_class c ON c.oid = l.log";
+            current_setting('server_encoding'), n.nspname::text, pg_get_userbyid(c.relowner)::text, \
+            pg_has_role(c.relowner, 'USAGE') FROM (SELECT to_regclass('kv_log') AS log) l \
+            LEFT JOIN pg_class c ON c.oid = l.log LEFT JOIN pg_namespace n ON n.oid = c.relnamespace";
         let state = with_timeout(sqlx::query_as(STATE).fetch_one(connection)).await;
-        let (syncs, schema, encoding, owner, is_owner): State =
+        let (syncs, schema, encoding, log_schema, owner, is_owner): State =
             state.map_err(|error| self.open_error("read", &error))?;
-        if schema.is_none() {
+        let (role, name) = (&self.user, &self.name);
+        let Some(schema) = schema else {
             return Err(Error::Open(format!(
                 "no schema in the search path of role {role} exists in database {name}; create one, for example with \
-                 CREATE SCHEMA AUTHORIZATION {role}",
-                role = self.user,
-                name = self.name,
+                 CREATE SCHEMA AUTHORIZATION {role}"
             )));
-        }
+        };
+        // The tables of another role in a later schema are another store.
+        let owner = match log_schema {
+            Some(log_schema) if log_schema != schema && is_owner == Some(true) => {
+                return Err(Error::Open(format!(
+                    "the tables of Orlop are in schema {log_schema} of database {name}, but schema {schema} precedes it in \
+                     the search path of role {role}, so that an empty store would be made there; drop schema {schema}, \
+                     or set the search path: ALTER ROLE {role} SET search_path = {log_schema}, or = {schema} for another \
+                     store"
+                )));
+            }
+            Some(log_schema) if log_schema != schema => None,
+            Some(_) | None => owner.zip(is_owner),
+        };
         if !["UTF8", "SQL_ASCII"].contains(&encoding.as_str()) {
             if owner.is_none() {
                 return Err(Error::Open(format!(
@@ -208,7 +235,7 @@ impl Database {
                  store to a database with ENCODING 'UTF8'"
             );
         }
-        if let (Some(owner), Some(false)) = (owner, is_owner) {
+        if let Some((owner, false)) = &owner {
             warn!(
                 database = self.name,
                 owner,
@@ -223,7 +250,7 @@ impl Database {
                 "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes"
             );
         }
-        Ok(is_owner != Some(false))
+        Ok(owner)
     }
 
     /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
@@ -267,7 +294,7 @@ impl Database {
 
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
         self.refuse_other_tables(connection).await?;
-        let is_owner = self.check_settings(connection).await?;
+        let owner = self.check_settings(connection).await?;
         let migrated = migrations::postgres().run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
@@ -277,20 +304,23 @@ impl Database {
             };
             let lacks_permission = refusal.as_deref() == Some("42501");
             let text = cannot_migrate(&self.name, &error);
-            let hint = if lacks_permission && !is_owner {
+            let hint = if !lacks_permission {
+                String::new()
+            } else if let Some((_, false)) = owner {
                 format!(
                     "; another role owns the tables and functions of Orlop, for example because it restored them: use \
                      REASSIGN OWNED BY ... TO {0}, or ALTER ... OWNER TO {0} for each",
                     self.user
                 )
-            } else if lacks_permission {
-                format!(
-                    "; the role {0} must be able to create tables and functions in its schema: create a schema for it \
-                     (CREATE SCHEMA AUTHORIZATION {0}) or GRANT USAGE, CREATE ON SCHEMA ... TO {0}",
-                    self.user
-                )
             } else {
-                String::new()
+                // With a schema of its own, a role would get an empty store.
+                let new_schema = format!("create a schema for it (CREATE SCHEMA AUTHORIZATION {}) or ", self.user);
+                format!(
+                    "; the role {0} must be able to create tables and functions in its schema: {1}GRANT USAGE, CREATE ON \
+                     SCHEMA ... TO {0}",
+                    self.user,
+                    if owner.is_some() { "" } else { &new_schema }
+                )
             };
             Error::Open(text + &hint)
         })
@@ -399,9 +429,9 @@ impl Attempts<'_> {
                 Ok(Found { connection, generation, .. }) => {
                     return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
                 }
-                Err(error) if is_refusal(&error) || Instant::now() + pause > self.deadline => {
-                    return Err(database.unavailable(&error));
-                }
+                // Refusals may end, too: those of the old password while it is replaced in the file and for the role,
+                // and those of a standby that is being promoted.
+                Err(error) if Instant::now() + pause > self.deadline => return Err(database.unavailable(&error)),
                 Err(_) => sleep(pause).await,
             }
             pause *= 2;
@@ -427,49 +457,11 @@ impl Attempts<'_> {
             Err(error) if is_refusal(&error) => Some(Err(self.database.unavailable(&error))),
             Err(error) => {
                 connection.discard();
+                // What has dropped this connection, such as a firewall, may have dropped the others.
+                self.database.pool.close_idle();
                 (Instant::now() > self.deadline).then(|| Err(self.database.unavailable(&error)))
             }
         }
-    }
-}
-
-/// A connection for one purpose. It is opened at the first use, and again after it failed or another server has become
-/// the primary.
-#[derive(Default)]
-pub(super) struct Dedicated(Mutex<Option<(PgConnection, Generation)>>);
-
-/// Exclusive use of a dedicated connection. When dropped, it closes the connection unless [`InUse::keep`] was called,
-/// so that the next use does not receive a connection in an unknown state.
-pub(super) struct InUse<'a> {
-    slot: MutexGuard<'a, Option<(PgConnection, Generation)>>,
-    pub(super) connection: PgConnection,
-    pub(super) generation: Generation,
-}
-
-impl Dedicated {
-    pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
-        let mut slot = self.0.lock().await;
-        let (connection, generation) = match slot.take() {
-            Some((connection, generation)) if generation >= database.generation() => (connection, generation),
-            Some(_) | None => {
-                let found = database.find().await?;
-                (found.connection, found.generation)
-            }
-        };
-        Ok(InUse { slot, connection, generation })
-    }
-
-    pub(super) async fn close(&self) {
-        if let Some((connection, _)) = self.0.lock().await.take() {
-            let _ = timeout(Duration::from_secs(1), connection.close()).await;
-        }
-    }
-}
-
-impl InUse<'_> {
-    pub(super) fn keep(self) {
-        let Self { mut slot, connection, generation } = self;
-        *slot = Some((connection, generation));
     }
 }
 

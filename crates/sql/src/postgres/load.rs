@@ -8,6 +8,7 @@ use sqlx::{Connection as _, PgConnection};
 use super::{
     append::{Columns, bind},
     connection::{Database, PAGE_TIMEOUT, with_timeout, within},
+    schema::has_table,
 };
 use crate::{
     Durability,
@@ -24,14 +25,18 @@ use orlop_core::{
     types::Change,
 };
 
-/// One transaction without timeouts of statements and locks. Appends of other instances wait for it.
+/// One transaction without timeouts of statements and locks. Appends of other instances wait for it. It is idle while the
+/// source is read: [`crate::KineTable::check_unchanged`] counts the rows of a large table for minutes.
 const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
-    SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT orlop_lock()";
+    SET LOCAL idle_in_transaction_session_timeout = '10min'; SELECT orlop_lock()";
 /// Follows the error of a transaction that has not begun in time.
 const LOCK_MAY_BE_HELD: &str =
     "; another restore, import or server may hold the lock that writes need (pg_stat_activity shows it)";
+/// Reads tables of the first schema only.
 const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease) OR EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
+    OR EXISTS (SELECT 1 FROM lease)";
+const HAS_USERS: &str = "SELECT EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
+/// Reads a table of the first schema.
 const LIVE_MEMBER: &str = "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
 const ADD_FIRST: &str = "WITH added AS (INSERT INTO kv_log \
     (key, value, lease, version, create_revision, prev_revision, deleted, id) \
@@ -81,21 +86,24 @@ impl PostgresLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the database cannot be reached, contains rows or leases, or an instance is using it.
+    /// [`Error::Open`] if the database cannot be reached, contains rows, leases or users, or an instance is using it. A
+    /// database with rows or leases, or with an instance, then has the same schema as before.
     pub async fn open(endpoint: &str) -> Result<Self> {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut connection = database.connect_first().await?.connection;
-        database.migrate(&mut connection).await?;
-        let failed = |error: sqlx::Error| database.open_error("write to", &error);
-        begin(&database, &mut connection).await?;
-        if with_timeout(sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection)).await.map_err(failed)? {
-            return Err(Error::Open(format!(
-                "database {} already contains a log; use an empty database or schema",
-                database.name()
-            )));
+        // An older version that uses the database could not open it again after a migration.
+        if has_table(&database, &mut connection, "kv_log").await? {
+            refuse_content(&database, &mut connection, HAS_ROWS).await?;
+            refuse_if_served(&database, &mut connection).await?;
         }
+        database.migrate(&mut connection).await?;
+        begin(&database, &mut connection).await?;
+        // Another process may have written before the lock was taken.
+        for sql in [HAS_ROWS, HAS_USERS] {
+            refuse_content(&database, &mut connection, sql).await?;
+        }
+        refuse_if_served(&database, &mut connection).await?;
         let mut loader = Self { database, connection, archive: None };
-        loader.refuse_if_served().await?;
         loader.run(async |loader| sqlx::raw_sql(EMPTY_ARCHIVE).execute(&mut loader.connection).await).await?;
         Ok(loader)
     }
@@ -115,8 +123,8 @@ impl PostgresLoader {
         if recorded != Some(source.cast_signed()) {
             return Err(Error::Open(format!("database {} is not an unfinished copy", database.name())));
         }
+        refuse_if_served(&database, &mut connection).await?;
         let mut loader = Self { database, connection, archive: None };
-        loader.refuse_if_served().await?;
         for sql in [EMPTY, EMPTY_ARCHIVE] {
             loader.run(async |loader| sqlx::raw_sql(sql).execute(&mut loader.connection).await).await?;
         }
@@ -144,18 +152,6 @@ impl PostgresLoader {
     /// Returns the database's name for messages.
     pub fn name(&self) -> &str {
         self.database.name()
-    }
-
-    async fn refuse_if_served(&mut self) -> Result<()> {
-        let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
-        match self.run(async |loader| live.fetch_optional(&mut loader.connection).await).await? {
-            Some(name) => Err(Error::Open(format!(
-                "database {} is or was recently used by instance {name}; stop it and try again in {} seconds",
-                self.database.name(),
-                HEARTBEAT_TIMEOUT.as_secs()
-            ))),
-            None => Ok(()),
-        }
     }
 
     async fn add_rows(&mut self, changes: &[Change]) -> sqlx::Result<()> {
@@ -231,6 +227,28 @@ impl PostgresLoader {
     }
 }
 
+/// Refuses a database in which a query finds rows.
+async fn refuse_content(database: &Database, connection: &mut PgConnection, sql: &'static str) -> Result<()> {
+    let found = with_timeout(sqlx::query_scalar::<_, bool>(sql).fetch_one(connection)).await;
+    if !found.map_err(|error| database.open_error("read", &error))? {
+        return Ok(());
+    }
+    Err(Error::Open(format!("database {} already contains a log; use an empty database or schema", database.name())))
+}
+
+async fn refuse_if_served(database: &Database, connection: &mut PgConnection) -> Result<()> {
+    let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
+    let live = within(PAGE_TIMEOUT, live.fetch_optional(connection)).await;
+    match live.map_err(|error| database.unavailable(&error))? {
+        Some(name) => Err(Error::Open(format!(
+            "database {} is or was recently used by instance {name}; stop it and try again in {} seconds",
+            database.name(),
+            HEARTBEAT_TIMEOUT.as_secs()
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Begins the transaction and takes the lock.
 async fn begin(database: &Database, connection: &mut PgConnection) -> Result<()> {
     let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(connection)).await;
@@ -253,7 +271,7 @@ impl Load for PostgresLoader {
 
     async fn finish(mut self: Box<Self>, meta: &Meta, auth: &AuthState) -> Result<()> {
         self.run(async |loader| loader.add_facts(meta, auth).await).await?;
-        self.refuse_if_served().await?;
+        refuse_if_served(&self.database, &mut self.connection).await?;
         self.commit().await
     }
 }

@@ -66,6 +66,11 @@ impl Pool {
         idle.pop().map(|it| it.connection)
     }
 
+    /// Closes the unused connections.
+    pub(super) fn close_idle(&self) {
+        self.idle.lock().clear();
+    }
+
     pub(super) fn connections(&self) -> Connections {
         let idle = self.idle.lock().len();
         let used = self.connections_max.saturating_sub(self.permits.available_permits());

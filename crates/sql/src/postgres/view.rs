@@ -48,7 +48,7 @@ impl PostgresView {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut found = database.connect_first().await?;
         let name = format!("database {}", database.name());
-        let versions = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version");
+        let versions = sqlx::query_scalar(migrations::VERSIONS);
         let versions: Vec<i64> = with_timeout(versions.fetch_all(&mut found.connection))
             .await
             .map_err(|error| Error::Open(format!("{name} contains no Orlop log: {error}")))?;

@@ -142,7 +142,7 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
         .connect()
         .await
         .map_err(|error| refused(&format!("cannot open {name}"), error))?;
-    let versions: Vec<i64> = sqlx::query_scalar("SELECT version FROM _sqlx_migrations ORDER BY version")
+    let versions: Vec<i64> = sqlx::query_scalar(migrations::VERSIONS)
         .fetch_all(&mut connection)
         .await
         .map_err(|error| refused(&format!("{name} is not an Orlop database"), error))?;

@@ -1,17 +1,22 @@
 //! Collects the pairs of a read, from the index, the cache and the log.
 
 use futures_util::{StreamExt as _, stream::FuturesOrdered};
-use tokio::task::yield_now;
-use tracing::error;
+use tokio::{
+    task::yield_now,
+    time::{Instant, sleep},
+};
+use tracing::{debug, error};
 
 use crate::{
     index::{Entry, Lease, ReadAt},
+    log,
     overload::{ListPermit, Steps},
     store::{
         error::{Error, Result},
+        handle::RETRY_PAUSE,
         request::Projection,
         select::Selected,
-        shared::Shared,
+        shared::{Shared, WAIT_MAX},
     },
     types::{EncodedKv, Revision, RowId},
 };
@@ -70,7 +75,7 @@ impl Shared {
             if pairs.missing.is_empty() {
                 return Ok(pairs.present());
             } else if !is_list && self.read_memory.has_free() {
-                break self.read_few(&pairs.missing).await?;
+                break self.read_few_retrying(&pairs.missing).await?;
             }
             // A waiting read must hold no values: other reads may be waiting for the memory of these values.
             drop(pairs);
@@ -132,6 +137,27 @@ impl Shared {
         Ok(self.read_memory.count(self.log.values(rows).await?))
     }
 
+    /// Like [`Self::read_few`], but repeats the read while Postgres restarts or fails over, as [`Store::confirm`] does.
+    /// The writer does not use it, because other requests wait for the writer. SQLite has no outage: its errors are
+    /// those of the disk.
+    ///
+    /// Meanwhile the read keeps its cached pairs, and a list keeps its permit. The reads that wait for that memory or
+    /// permit need the database, too, except for lists of keys.
+    ///
+    /// [`Store::confirm`]: crate::store::Store::confirm
+    pub(in crate::store) async fn read_few_retrying(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let deadline = Instant::now() + WAIT_MAX;
+        loop {
+            match self.log.values(rows).await {
+                Err(log::Error::Unavailable(reason)) if self.log.shared().is_some() && Instant::now() < deadline => {
+                    debug!(reason, "cannot read values yet; trying again");
+                    sleep(RETRY_PAUSE).await;
+                }
+                read => return Ok(self.read_memory.count(read?)),
+            }
+        }
+    }
+
     /// Reads the pairs of a page, which may be a list, when there is memory for them. A caller must hold no values, like any
     /// waiting read.
     pub(in crate::store) async fn read_when_free(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
@@ -142,7 +168,7 @@ impl Shared {
         if !rows.is_empty() {
             self.read_memory.wait_until_free().await?;
         }
-        self.read_few(rows).await
+        self.read_few_retrying(rows).await
     }
 
     /// Reads the pairs of a list in parts, [`CONCURRENT_READS_MAX`] concurrently, and returns them in the order of the rows.
@@ -150,7 +176,7 @@ impl Shared {
     pub(in crate::store) async fn read_list(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
         let read = async |rows| {
             self.steps.request().await;
-            self.read_few(rows).await
+            self.read_few_retrying(rows).await
         };
         let (mut found, mut bytes) = (Vec::with_capacity(rows.len()), 0);
         let (mut rest, mut part) = (rows, READ_ROWS_FIRST);

@@ -61,7 +61,7 @@ impl Store {
             let is_list = fetched.len() > FEW_ROWS_MAX;
             let found = match &list {
                 Some(_) => self.shared.read_list(&rows).await?,
-                None if !is_list && self.shared.read_memory.has_free() => self.shared.read_few(&rows).await?,
+                None if !is_list && self.shared.read_memory.has_free() => self.shared.read_few_retrying(&rows).await?,
                 // A waiting read must hold no values.
                 None => {
                     fetched.clear();

@@ -115,6 +115,10 @@ impl World {
         Ok(())
     }
 
+    pub(super) fn has_work(&self) -> bool {
+        self.streams.iter().any(|stream| stream.has_work)
+    }
+
     /// Completes all work and checks that no event is missing.
     pub(super) async fn finish(&mut self) -> Checked {
         for stream in &mut self.streams {

@@ -1,13 +1,61 @@
 //! The watches of one range and flavor, or of one future start revision. One is found without a look at the others, because
 //! a stream may have very many of them, and all leave when it ends.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
 
-use super::{Member, WatchKey, watch_key};
-use crate::{types::WatchId, watch::outbox::Outbox};
+use super::{BehindWatch, WatchKey, watch_key};
+use crate::{
+    types::{KeyRange, Revision, WatchId},
+    watch::{
+        outbox::Outbox,
+        run::ChunkRef,
+        spec::{Flavor, Spec},
+    },
+};
 
 /// Number of members from which a map has their positions. Fewer are compared one after the other.
 const INDEXED_MIN: usize = 32;
+
+/// A watch that is synced, or waits for its start revision.
+pub(super) struct Member {
+    pub(super) outbox: Arc<Outbox>,
+    pub(super) id: WatchId,
+    pub(super) fragment: Option<usize>,
+    /// The newest revision that was queued. Periodic progress is sent only to a watch that received nothing recently.
+    pub(super) sent: Option<Revision>,
+}
+
+impl Member {
+    pub(super) fn new(outbox: &Arc<Outbox>, id: WatchId, spec: &Spec) -> Self {
+        Self { outbox: Arc::clone(outbox), id, fragment: spec.fragment, sent: None }
+    }
+
+    /// Notifies the session that the watch must catch up from `next`.
+    pub(super) fn fall_behind(
+        &self,
+        range: &KeyRange,
+        flavor: Flavor,
+        next: Revision,
+        behind: &mut BTreeMap<WatchKey, BehindWatch>,
+    ) {
+        self.outbox.mark_lagging(self.id, next);
+        let (outbox, range) = (Arc::downgrade(&self.outbox), range.clone());
+        let watch = BehindWatch { outbox, range, prev_kv: flavor.prev_kv, next };
+        behind.insert(watch_key(&self.outbox, self.id), watch);
+    }
+
+    /// Returns false if the outbox is full.
+    pub(super) fn send(&mut self, chunk: &ChunkRef) -> bool {
+        let taken = self.outbox.push_chunk(self.id, chunk, self.fragment);
+        if taken {
+            self.sent = Some(chunk.revision);
+        }
+        taken
+    }
+}
 
 #[derive(Default)]
 pub(super) struct Members {

@@ -130,7 +130,7 @@ impl Collected {
     /// next step, or `None` at the end.
     fn add_behind(&mut self, state: &State, from: Bound<WatchKey>, head: Revision) -> Option<Bound<WatchKey>> {
         let mut last = None;
-        for (key, BehindWatch { outbox, range, next }) in
+        for (key, BehindWatch { outbox, range, next, .. }) in
             state.behind.range((from, Bound::Unbounded)).take(STEP_WATCHES)
         {
             last = Some(Bound::Excluded(*key));

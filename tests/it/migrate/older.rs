@@ -1,0 +1,78 @@
+//! A database with the schema of the release 0.2.0, which may still use it, is refused and not migrated.
+
+use sqlx::{
+    ConnectOptions as _, Connection as _, PgConnection, SqlStr, SqliteConnection,
+    migrate::{Migration, MigrationType, Migrator},
+    sqlite::{SqliteConnectOptions, SqliteJournalMode},
+};
+use tempfile::TempDir;
+
+use super::Destination;
+use crate::support::{Backend, Postgres, Server, on_both_backends};
+
+/// The schema of the release 0.2.0.
+const FIRST_MIGRATION: &str = include_str!("../../../crates/sql/migrations/sqlite/0001_log.sql");
+const SCHEMA: &str = "SELECT max(version) FROM _sqlx_migrations";
+
+/// Creates an empty database with the first schema.
+async fn of_the_first_schema(backend: Backend) -> Option<Destination> {
+    let home = TempDir::new().expect("a folder");
+    let datastore = match backend {
+        Backend::Sqlite => {
+            let file = home.path().join("orlop.db");
+            let options = SqliteConnectOptions::new().filename(&file).create_if_missing(true);
+            let mut database = options.journal_mode(SqliteJournalMode::Wal).connect().await.expect("a new file");
+            let sql = SqlStr::from_static(FIRST_MIGRATION);
+            let first = Migration::new(1, "log".into(), MigrationType::Simple, sql, false);
+            Migrator::with_migrations(vec![first]).run(&mut database).await.expect("the migration succeeds");
+            database.close().await.expect("the connection closes");
+            format!("sqlite://{}", file.display())
+        }
+        Backend::Postgres => Postgres::shared().await?.create_database_of_the_first_schema().await,
+    };
+    Some(Destination { datastore, home })
+}
+
+/// Adds the row of a put.
+async fn add_row(backend: Backend, datastore: &str) {
+    match backend {
+        Backend::Sqlite => {
+            let mut database = SqliteConnection::connect(datastore).await.expect("a file");
+            let insert = sqlx::raw_sql("INSERT INTO kv_log VALUES (2, x'61', x'76', 0, 1, 2, 0, 0)");
+            insert.execute(&mut database).await.expect("a row");
+            database.close().await.expect("the connection closes");
+        }
+        Backend::Postgres => {
+            let mut database = PgConnection::connect(datastore).await.expect("a database");
+            let insert = sqlx::raw_sql("INSERT INTO kv_log VALUES (2, 'a', 'v', 0, 1, 2, 0, false)");
+            insert.execute(&mut database).await.expect("a row");
+        }
+    }
+}
+
+async fn schema(backend: Backend, datastore: &str) -> i64 {
+    let found = match backend {
+        Backend::Sqlite => {
+            let mut database = SqliteConnection::connect(datastore).await.expect("a file");
+            sqlx::query_scalar(SCHEMA).fetch_one(&mut database).await
+        }
+        Backend::Postgres => {
+            let mut database = PgConnection::connect(datastore).await.expect("a database");
+            sqlx::query_scalar(SCHEMA).fetch_one(&mut database).await
+        }
+    };
+    found.expect("a version")
+}
+
+async fn database_of_an_older_version_is_refused_and_not_migrated(backend: Backend) {
+    let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let Some(destination) = of_the_first_schema(backend).await else { return };
+    let because = ["contains other data", "it was written by an older version of Orlop; use an empty database"];
+    destination.check_refused(&source, &because).await;
+    assert_eq!(schema(backend, &destination.datastore).await, 1, "without rows");
+    add_row(backend, &destination.datastore).await;
+    destination.check_refused(&source, &because).await;
+    assert_eq!(schema(backend, &destination.datastore).await, 1, "with a row");
+}
+
+on_both_backends!(database_of_an_older_version_is_refused_and_not_migrated);
