@@ -267,20 +267,19 @@ async fn serve_all<C, S, R>(
 }
 
 /// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
-/// that the advertised name matches certificates. Of a name such as localhost, the first IPv4 address is bound if there is
-/// one, as by etcd.
+/// that the advertised name matches certificates.
 async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
-    let addresses = ipv4_first(tokio::net::lookup_host(address).await?);
-    let socket = TcpListener::bind(&addresses[..]).await?;
+    let found = preferred(tokio::net::lookup_host(address).await?);
+    let found = found.ok_or_else(|| io::Error::other(format!("{address} has no address")))?;
+    let socket = TcpListener::bind(found).await?;
     let port = socket.local_addr()?.port();
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     Ok((socket, format!("{host}:{port}")))
 }
 
-fn ipv4_first(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
-    let mut addresses: Vec<_> = addresses.collect();
-    addresses.sort_by_key(SocketAddr::is_ipv6);
-    addresses
+/// Returns the address that etcd binds of a name such as localhost: the first of IPv4, or else the first.
+fn preferred(addresses: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
+    addresses.min_by_key(SocketAddr::is_ipv6)
 }
 
 /// Binds a unix socket. Sets its mode before clients can connect.
@@ -458,12 +457,14 @@ mod tests {
 
     #[test]
     fn names_are_bound_to_ipv4_as_by_etcd() {
-        let listed = |texts: [&str; 2]| texts.map(|text| text.parse::<SocketAddr>().expect("an address"));
+        let parsed = |text: &&str| text.parse::<SocketAddr>().expect("an address");
         for (resolved, bound) in [
-            (["[::1]:1", "127.0.0.1:1"], ["127.0.0.1:1", "[::1]:1"]),
-            (["127.0.0.2:1", "127.0.0.1:1"], ["127.0.0.2:1", "127.0.0.1:1"]),
+            (&["[::1]:1", "127.0.0.1:1"][..], Some("127.0.0.1:1")),
+            (&["127.0.0.2:1", "127.0.0.1:1"], Some("127.0.0.2:1")),
+            (&["[::2]:1", "[::1]:1"], Some("[::2]:1")),
+            (&[], None),
         ] {
-            assert_eq!(ipv4_first(listed(resolved).into_iter()), listed(bound));
+            assert_eq!(preferred(resolved.iter().map(parsed)), bound.map(|text| parsed(&text)), "{resolved:?}");
         }
     }
 }

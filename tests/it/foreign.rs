@@ -61,6 +61,20 @@ async fn sqlite_file_of_another_application_is_refused() {
     assert!(fs::read(&file).expect("a file") == before, "nothing was written");
 }
 
+#[tokio::test]
+async fn error_names_the_missing_privilege() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let database = database_name(&endpoint);
+    postgres.psql(
+        database,
+        &format!("ALTER SCHEMA {database} OWNER TO postgres; GRANT USAGE ON SCHEMA {database} TO {database}"),
+    );
+    let home = tempfile::tempdir().expect("a folder");
+    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
+    check_contains(&text, &["permission denied for schema", "CREATE SCHEMA AUTHORIZATION"]);
+}
+
 /// New tables would be made in the first schema, and hide the store.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn postgres_tables_in_a_later_schema_are_not_hidden() {

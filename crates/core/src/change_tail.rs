@@ -7,14 +7,14 @@ use crate::types::{Change, Revision};
 /// The newest changes, in order.
 pub struct ChangeTail {
     changes: VecDeque<Change>,
-    /// Bytes of their pairs.
+    /// Bytes of their keys and pairs.
     bytes: usize,
     changes_max: usize,
     bytes_max: usize,
 }
 
 impl ChangeTail {
-    /// Keeps at most `changes_max` changes, and as many as have at most `bytes_max` bytes of pairs, or one.
+    /// Keeps at most `changes_max` changes, and as many as have at most `bytes_max` bytes of keys and pairs, or one.
     pub const fn new(changes_max: usize, bytes_max: usize) -> Self {
         Self { changes: VecDeque::new(), bytes: 0, changes_max, bytes_max }
     }
@@ -24,12 +24,12 @@ impl ChangeTail {
         let (skipped, kept) = changes.split_at(changes.len().saturating_sub(self.changes_max));
         let mut dropped = skipped.last().map(|change| change.row.revision);
         for change in kept {
-            self.bytes += change.pair_bytes();
+            self.bytes += bytes(change);
             self.changes.push_back(change.clone());
         }
         while self.changes.len() > self.changes_max || (self.bytes > self.bytes_max && self.changes.len() > 1) {
             let Some(oldest) = self.changes.pop_front() else { break };
-            self.bytes -= oldest.pair_bytes();
+            self.bytes -= bytes(&oldest);
             dropped = dropped.max(Some(oldest.row.revision));
         }
         dropped
@@ -48,4 +48,8 @@ impl ChangeTail {
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Change> {
         self.changes.iter()
     }
+}
+
+fn bytes(change: &Change) -> usize {
+    change.key.len() + change.pair_bytes()
 }

@@ -37,7 +37,7 @@ async fn auth_that_was_enabled_after_the_snapshot_is_copied(backend: Backend) {
 
 /// Puts a key with a lease of its own of a few seconds.
 async fn put_for_seconds(client: &mut Client, key: &str) {
-    let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 5, id: 0 }).await.expect("a lease").into_inner();
+    let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 10, id: 0 }).await.expect("a lease").into_inner();
     client.kv.put(put(key.to_owned(), vec![1], granted.id)).await.expect("a put");
 }
 

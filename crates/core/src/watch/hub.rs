@@ -4,20 +4,19 @@
 //! revision, and a progress notification is queued after all events that it covers. Publishing encodes an event once
 //! per range and flavor, regardless of the number of watches that share it.
 
+mod behind;
 mod members;
 mod recent;
 mod survey;
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Weak},
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use slab::Slab;
 use tokio::sync::Semaphore;
 
 pub use self::survey::{Survey, WatchedRange};
 use self::{
+    behind::BehindWatches,
     members::{Member, Members},
     recent::Recent,
 };
@@ -58,8 +57,7 @@ struct State {
     groups: Slab<RangeGroup>,
     /// Watches whose start revision is above head + 1.
     future: BTreeMap<Revision, Members>,
-    /// Watches that read the log, by their outbox and id.
-    behind: BTreeMap<WatchKey, BehindWatch>,
+    behind: BehindWatches,
     recent: Recent,
     /// Streams that wait for a progress notification at or above this revision.
     progress: Vec<(Revision, Arc<Outbox>)>,
@@ -67,15 +65,6 @@ struct State {
     prev_kv_members: usize,
     /// [`Spec::watch_bytes`] of all watches.
     watch_bytes: usize,
-}
-
-/// A watch that reads the log.
-struct BehindWatch {
-    outbox: Weak<Outbox>,
-    range: KeyRange,
-    prev_kv: bool,
-    /// The first revision that was not queued.
-    next: Revision,
 }
 
 /// The address of an outbox, which exists as long as the watch, and the id of a watch of its stream.
@@ -121,7 +110,7 @@ impl Hub {
                 ranges: Intervals::new(),
                 groups: Slab::new(),
                 future: BTreeMap::new(),
-                behind: BTreeMap::new(),
+                behind: BehindWatches::default(),
                 recent: Recent::new(head),
                 progress: Vec::new(),
                 prev_kv_members: 0,
@@ -143,7 +132,7 @@ impl Hub {
     /// Returns whether any watch requested previous pairs, so that changes should contain them.
     pub fn wants_prev(&self) -> bool {
         let state = self.state.lock();
-        state.prev_kv_members > 0 || state.behind.values().any(|watch| watch.prev_kv)
+        state.prev_kv_members > 0 || state.behind.want_prev()
     }
 
     /// Publishes the changes up to `head` that were not published yet. `apply` makes them readable; between `apply` and
@@ -222,7 +211,7 @@ impl Hub {
         let mut state = self.state.lock();
         state.watch_bytes -= spec.watch_bytes();
         state.remove(outbox, id, &spec.range, spec.flavor);
-        state.forget_behind(outbox, id);
+        state.behind.remove(outbox, id);
         if let Some(start) = spec.start
             && let Some(waiting) = state.future.get_mut(&start)
             && waiting.remove(outbox, id)
@@ -281,19 +270,11 @@ impl State {
     fn join(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
         let outcome = self.join_at(outbox, id, spec, next);
         if outcome == JoinOutcome::Behind {
-            let (range, prev_kv) = (spec.range.clone(), spec.flavor.prev_kv);
-            let watch = || BehindWatch { outbox: Arc::downgrade(outbox), range, prev_kv, next };
-            self.behind.entry(watch_key(outbox, id)).or_insert_with(watch).next = next;
+            self.behind.insert(outbox, id, &spec.range, spec.flavor, next);
         } else {
-            self.forget_behind(outbox, id);
+            self.behind.remove(outbox, id);
         }
         outcome
-    }
-
-    fn forget_behind(&mut self, outbox: &Arc<Outbox>, id: WatchId) {
-        if !self.behind.is_empty() {
-            self.behind.remove(&watch_key(outbox, id));
-        }
     }
 
     fn join_at(&mut self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
@@ -319,7 +300,7 @@ impl State {
             changes.filter(|change| spec.flavor.admits(change) && spec.range.contains(&change.key)).collect();
         let needs_log = |change: &&Change| change.lacks_prev() || Some(change.row.revision) <= self.compact_revision;
         if (spec.flavor.prev_kv && wanted.iter().any(needs_log))
-            || wanted.iter().map(|change| change.pair_bytes()).sum::<usize>() > CHUNK_BYTES_MAX
+            || wanted.iter().map(|change| change.key.len() + change.pair_bytes()).sum::<usize>() > CHUNK_BYTES_MAX
         {
             return false;
         }

@@ -1,12 +1,9 @@
 //! The watches of one range and flavor, or of one future start revision. One is found without a look at the others, because
 //! a stream may have very many of them, and all leave when it ends.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
-use super::{BehindWatch, WatchKey, watch_key};
+use super::{WatchKey, behind::BehindWatches, watch_key};
 use crate::{
     types::{KeyRange, Revision, WatchId},
     watch::{
@@ -34,17 +31,9 @@ impl Member {
     }
 
     /// Notifies the session that the watch must catch up from `next`.
-    pub(super) fn fall_behind(
-        &self,
-        range: &KeyRange,
-        flavor: Flavor,
-        next: Revision,
-        behind: &mut BTreeMap<WatchKey, BehindWatch>,
-    ) {
+    pub(super) fn fall_behind(&self, range: &KeyRange, flavor: Flavor, next: Revision, behind: &mut BehindWatches) {
         self.outbox.mark_lagging(self.id, next);
-        let (outbox, range) = (Arc::downgrade(&self.outbox), range.clone());
-        let watch = BehindWatch { outbox, range, prev_kv: flavor.prev_kv, next };
-        behind.insert(watch_key(&self.outbox, self.id), watch);
+        behind.insert(&self.outbox, self.id, range, flavor, next);
     }
 
     /// Returns false if the outbox is full.

@@ -7,7 +7,7 @@
 
 use std::{cmp::Reverse, collections::HashMap, ops::Bound, sync::Arc};
 
-use super::{BehindWatch, Hub, RangeGroup, State, WatchKey};
+use super::{Hub, RangeGroup, State, WatchKey, behind::BehindWatch};
 use crate::{
     overload::Steps,
     types::{KeyRange, Revision, WatchId},
@@ -130,9 +130,7 @@ impl Collected {
     /// next step, or `None` at the end.
     fn add_behind(&mut self, state: &State, from: Bound<WatchKey>, head: Revision) -> Option<Bound<WatchKey>> {
         let mut last = None;
-        for (key, BehindWatch { outbox, range, next, .. }) in
-            state.behind.range((from, Bound::Unbounded)).take(STEP_WATCHES)
-        {
+        for (key, BehindWatch { outbox, range, next, .. }) in state.behind.from(from).take(STEP_WATCHES) {
             last = Some(Bound::Excluded(*key));
             self.survey.watches_total += 1;
             let before = self.ranges.len();
