@@ -31,16 +31,16 @@ pub(crate) enum MissingArchive {
     Ignore,
 }
 
-/// Returns whether the database has the schema of an older version of Orlop, which [`open_with_archive`] would migrate.
+/// Returns whether an older version of Orlop uses the database, whose schema [`open_with_archive`] would migrate.
 /// Writes nothing.
 ///
 /// # Errors
 ///
 /// If a database of Postgres cannot be reached or read.
-pub(crate) async fn has_older_schema(datastore: &Datastore) -> log::Result<bool> {
+pub(crate) async fn is_of_older_version(datastore: &Datastore) -> log::Result<bool> {
     match datastore {
-        Datastore::Sqlite(file) => Ok(SqliteLog::has_older_schema(file).await),
-        Datastore::Postgres(endpoint) => PostgresLog::has_older_schema(endpoint).await,
+        Datastore::Sqlite(file) => Ok(SqliteLog::is_of_older_version(file).await),
+        Datastore::Postgres(endpoint) => PostgresLog::is_of_older_version(endpoint).await,
     }
 }
 

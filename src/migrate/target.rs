@@ -84,8 +84,8 @@ impl Place<'_> {
             return Ok(None);
         }
         // Opening migrates the schema, and an older version that still uses the database could not open it again. An
-        // unfinished copy has the schema of the version that made it.
-        if datastore::has_older_schema(self.datastore).await? {
+        // unfinished copy with rows has the schema of the version that made it.
+        if datastore::is_of_older_version(self.datastore).await? {
             return Err(Failure::Fatal(format!(
                 "{} contains other data: it was written by an older version of Orlop; use an empty database",
                 self.datastore.name()

@@ -67,12 +67,21 @@ async fn schema(backend: Backend, datastore: &str) -> i64 {
 async fn database_of_an_older_version_is_refused_and_not_migrated(backend: Backend) {
     let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let Some(destination) = of_the_first_schema(backend).await else { return };
+    add_row(backend, &destination.datastore).await;
     let because = ["contains other data", "it was written by an older version of Orlop; use an empty database"];
     destination.check_refused(&source, &because).await;
-    assert_eq!(schema(backend, &destination.datastore).await, 1, "without rows");
-    add_row(backend, &destination.datastore).await;
-    destination.check_refused(&source, &because).await;
-    assert_eq!(schema(backend, &destination.datastore).await, 1, "with a row");
+    assert_eq!(schema(backend, &destination.datastore).await, 1);
 }
 
-on_both_backends!(database_of_an_older_version_is_refused_and_not_migrated);
+/// A migration that was killed while it made the tables leaves such a database.
+async fn empty_database_of_an_older_version_is_filled(backend: Backend) {
+    let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let Some(destination) = of_the_first_schema(backend).await else { return };
+    destination.copied(&source, &[]).await;
+    assert!(schema(backend, &destination.datastore).await > 1);
+}
+
+on_both_backends!(
+    database_of_an_older_version_is_refused_and_not_migrated,
+    empty_database_of_an_older_version_is_filled
+);

@@ -10,30 +10,41 @@ use crate::{
     Durability,
     migrations::{self, VERSIONS, is_older},
 };
-use orlop_core::log::Result;
+use orlop_core::log::{HEARTBEAT_TIMEOUT, Result};
 
 /// A migration creates tables in the first schema of the search path. A later one may have those of another store.
 const HAS_TABLE: &str =
     "SELECT EXISTS (SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = $1)";
 
+/// Whether the first schema has rows or leases, or a member whose last beat is at most this number of seconds old.
+const IS_USED: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
+    OR EXISTS (SELECT 1 FROM lease) \
+    OR EXISTS (SELECT 1 FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1))";
+
 impl PostgresLog {
-    /// Returns whether the database has the schema of an older version of Orlop, which [`PostgresLog::open`] would
-    /// migrate. Writes nothing.
+    /// Returns whether an older version of Orlop uses the database, whose schema [`PostgresLog::open`] would migrate. An
+    /// empty one is what remains if the migration of a new database is interrupted. Writes nothing.
     ///
     /// # Errors
     ///
     /// [`orlop_core::log::Error::Open`] if the database cannot be reached or read.
-    pub async fn has_older_schema(endpoint: &str) -> Result<bool> {
+    pub async fn is_of_older_version(endpoint: &str) -> Result<bool> {
         let database = Database::new(endpoint, 1, Durability::Synced)?;
         let mut connection = database.connect_first().await?.connection;
         if !has_table(&database, &mut connection, "_sqlx_migrations").await? {
             return Ok(false);
         }
         let versions = with_timeout(sqlx::query_scalar(VERSIONS).fetch_all(&mut connection)).await;
-        let versions: Vec<i64> = versions.map_err(|error| database.open_error("read", &error))?;
+        let failed = |error: sqlx::Error| database.open_error("read", &error);
+        let versions: Vec<i64> = versions.map_err(failed)?;
+        let mut is_used = false;
+        if versions.last().is_some_and(|schema| is_older(*schema, &migrations::postgres())) {
+            let query = sqlx::query_scalar(IS_USED).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
+            is_used = with_timeout(query.fetch_one(&mut connection)).await.map_err(failed)?;
+        }
         // Nothing was written.
         let _ = with_timeout(connection.close()).await;
-        Ok(versions.last().is_some_and(|schema| is_older(*schema, &migrations::postgres())))
+        Ok(is_used)
     }
 }
 
