@@ -51,11 +51,12 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The first statement on every connection to the primary.
 ///
 /// It overrides `synchronous_commit = off` of a role, because an acknowledged write must be durable; other values
-/// remain. Each session has a value of its own, so that a later change of the server's does not apply to it. The idle timeout closes a connection that holds the append lock (see [`super::append`]) while its instance
-/// is paused. A start and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since
-/// Postgres 17). Connections may be unused for long: the server does not close them, and its keepalives prevent
-/// firewalls and load balancers from forgetting them. Large values are compressed with lz4 if the server has it and
-/// nobody has chosen otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
+/// remain. Each session has a value of its own, so that a later change of the server's does not apply to it. The idle
+/// timeout closes a connection that holds the append lock (see [`super::append`]) while its instance is paused. A start
+/// and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since Postgres 17). Connections
+/// may be unused for long: the server does not close them, and its keepalives prevent firewalls and load balancers from
+/// forgetting them. Large values are compressed with lz4 if the server has it and nobody has chosen otherwise, because
+/// Postgres' default takes two to six times as long (docs/adr/0015).
 pub(super) const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \

@@ -8,7 +8,7 @@ use sqlx::{Connection as _, PgConnection};
 use super::{
     append::{Columns, bind},
     connection::{Database, PAGE_TIMEOUT, with_timeout, within},
-    schema::has_table,
+    schema::{HAS_ROWS, LIVE_MEMBER, has_table},
 };
 use crate::{
     Durability,
@@ -32,12 +32,7 @@ const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_time
 /// Follows the error of a transaction that has not begun in time.
 const LOCK_MAY_BE_HELD: &str =
     "; another restore, import or server may hold the lock that writes need (pg_stat_activity shows it)";
-/// Reads tables of the first schema only.
-const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease)";
 const HAS_USERS: &str = "SELECT EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
-/// Reads a table of the first schema.
-const LIVE_MEMBER: &str = "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
 const ADD_FIRST: &str = "WITH added AS (INSERT INTO kv_log \
     (key, value, lease, version, create_revision, prev_revision, deleted, id) \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8) RETURNING 1) SELECT count(*) FROM added";

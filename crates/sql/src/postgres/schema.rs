@@ -16,10 +16,12 @@ use orlop_core::log::{HEARTBEAT_TIMEOUT, Result};
 const HAS_TABLE: &str =
     "SELECT EXISTS (SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = $1)";
 
-/// Whether the first schema has rows or leases, or a member whose last beat is at most this number of seconds old.
-const IS_USED: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease) \
-    OR EXISTS (SELECT 1 FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1))";
+/// Reads tables of the first schema only.
+pub(super) const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
+    OR EXISTS (SELECT 1 FROM lease)";
+/// Reads a table of the first schema.
+pub(super) const LIVE_MEMBER: &str =
+    "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";
 
 impl PostgresLog {
     /// Returns whether an older version of Orlop uses the database, whose schema [`PostgresLog::open`] would migrate. An
@@ -39,8 +41,11 @@ impl PostgresLog {
         let versions: Vec<i64> = versions.map_err(failed)?;
         let mut is_used = false;
         if versions.last().is_some_and(|schema| is_older(*schema, &migrations::postgres())) {
-            let query = sqlx::query_scalar(IS_USED).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
-            is_used = with_timeout(query.fetch_one(&mut connection)).await.map_err(failed)?;
+            let has_rows =
+                with_timeout(sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection)).await.map_err(failed)?;
+            let live = sqlx::query_scalar::<_, String>(LIVE_MEMBER).bind(HEARTBEAT_TIMEOUT.as_secs_f64());
+            let live = with_timeout(live.fetch_optional(&mut connection)).await.map_err(failed)?;
+            is_used = has_rows || live.is_some();
         }
         // Nothing was written.
         let _ = with_timeout(connection.close()).await;
