@@ -17,7 +17,6 @@ mod archive;
 mod auth;
 mod command;
 mod facts;
-mod progress;
 mod rows;
 
 use std::{

@@ -23,9 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     auth_token::{AuthToken, Jwt},
-    etcd_only::{
-        IgnoredFlags, deprecated_flags, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values,
-    },
+    etcd_only::{Notices, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values},
     flags::{DatastoreFlags, Flags},
     host_name::HostName,
     origin::Origin,
@@ -221,19 +219,6 @@ impl Default for Settings {
     }
 }
 
-/// What the sources of the settings contain without effect.
-#[derive(Debug, Default)]
-pub struct Notices {
-    /// Names of etcd's settings that have no meaning here.
-    pub ignored: Vec<String>,
-    /// `ETCD_*` variables that etcd does not know either.
-    pub unrecognized: Vec<String>,
-    /// Names of etcd's settings that etcd has renamed or dropped.
-    pub deprecated: Vec<String>,
-    /// The members that `initial-cluster` names.
-    pub initial_cluster: Option<String>,
-}
-
 impl Settings {
     /// TTL of simple tokens if none is set, as in etcd.
     pub const AUTH_TOKEN_TTL_SECS: u64 = 300;
@@ -244,29 +229,25 @@ impl Settings {
     ///
     /// A text for the operator that names the setting, its source and the accepted values.
     pub fn load(flags: &Flags) -> Result<Self, String> {
-        Self::load_with_notices(flags).map(|(settings, _)| settings)
+        Self::load_with_notices(flags, Notices::default()).map(|(settings, _)| settings)
     }
 
-    /// Like [`Settings::load`], and returns what the operator should know about the sources.
-    pub fn load_with_notices(flags: &Flags) -> Result<(Self, Notices), String> {
+    /// Like [`Settings::load`], and returns what the operator should know about all sources. `of_flags`: what they should
+    /// know about the flags.
+    pub fn load_with_notices(flags: &Flags, of_flags: Notices) -> Result<(Self, Notices), String> {
         let variables = std::env::vars_os().filter_map(|(name, text)| Some((name.into_string().ok()?, text)));
         let variables = Variables::read(variables)?;
         let mut figment = Self::defaults(&variables);
-        let mut notices = Notices::default();
+        let mut of_file = Notices::default();
         let etcds_file = std::env::var_os("ETCD_CONFIG_FILE").filter(|file| !file.is_empty()).map(PathBuf::from);
         if let Some(file) = flags.datastore.config_file().or(etcds_file.as_deref()) {
             let file = ConfigFile::read(file)?;
-            notices.ignored.extend(file.ignored.iter().cloned());
-            notices.deprecated.extend(file.deprecated.iter().cloned());
-            notices.initial_cluster.clone_from(&file.initial_cluster);
-            figment = figment.merge(file);
+            figment = figment.merge(&file);
+            of_file = file.notices;
         }
         variables.check_flags(flags)?;
-        notices.ignored.extend(variables.ignored.iter().cloned());
-        notices.unrecognized.extend(variables.unrecognized.iter().cloned());
-        notices.deprecated.extend(variables.deprecated.iter().cloned());
-        notices.initial_cluster = variables.initial_cluster.clone().or(notices.initial_cluster);
-        Ok((Self::merge(figment, &variables, flags)?, notices))
+        let settings = Self::merge(figment, &variables, flags)?;
+        Ok((settings, Notices::merged(of_flags, of_file, variables.notices)))
     }
 
     /// Builds settings from texts instead of a file and the environment, for fuzzing.

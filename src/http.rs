@@ -127,10 +127,8 @@ async fn unknown_path(pages: Router, request: Request) -> Response {
     if kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
         return Status::unimplemented("unknown service or method").into_http();
     }
-    match pages.oneshot(request).await {
-        Ok(response) => response,
-        Err(impossible) => match impossible {},
-    }
+    let Ok(response) = pages.oneshot(request).await;
+    response
 }
 
 fn not_found() -> Response {

@@ -17,7 +17,7 @@
 //! - [`status`], [`offline`]: the state of a running server on one screen; commands on a store without its server
 //! - [`insight`], [`top`]: figures about a running server; `orlop top`, which shows them in a terminal
 //! - [`console`]: the web page: load, sizes, keys and their history, events
-//! - [`output`], [`text`]: output of commands; values as texts for people
+//! - [`output`], [`progress`], [`text`]: output of commands and how far they are; values as texts for people
 
 /// The commit of the source.
 pub const COMMIT: &str = env!("ORLOP_COMMIT");
@@ -41,6 +41,7 @@ pub mod migrate;
 pub mod net;
 pub mod offline;
 pub mod output;
+mod progress;
 pub mod server;
 pub mod snapshot;
 pub mod status;

@@ -6,16 +6,13 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use orlop::{
     check,
-    config::{
-        Flags, IgnoredFlags, Notices, Settings, deprecated_flags, deprecation, ignored_flag_definitions,
-        with_two_dashes, without_empty_values,
-    },
+    config::{Flags, Notices, Settings, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values},
     console, history, kine, logging, migrate, offline, output, server, snapshot, status, top,
 };
 use orlop_bench as bench;
 use orlop_core::supervise;
 use tokio::{
-    runtime::{Builder, Runtime},
+    runtime::Builder,
     signal::unix::{SignalKind, signal},
 };
 use tracing::warn;
@@ -142,13 +139,12 @@ enum Command {
 fn main() -> ExitCode {
     let command = command();
     let words = without_empty_values(with_two_dashes(&command, std::env::args_os()));
-    let deprecated = deprecated_flags(&words);
-    let matches = command.get_matches_from(words);
+    let matches = command.get_matches_from(&words);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    let ignored = IgnoredFlags::of(matches.subcommand_matches("serve").unwrap_or(&matches));
+    let notices = Notices::of_flags(matches.subcommand_matches("serve").unwrap_or(&matches), &words);
     let outcome = match cli.command {
-        None => serve(&cli.flags, &ignored, &deprecated),
-        Some(Command::Serve(flags)) => serve(&flags, &ignored, &deprecated),
+        None => serve(&cli.flags, notices),
+        Some(Command::Serve(flags)) => serve(&flags, notices),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Migrate(args)) => migrate(*args),
@@ -218,13 +214,12 @@ fn command() -> clap::Command {
         .mut_subcommand("bench", bench::hide_rejected_flags)
 }
 
-fn serve(flags: &Flags, ignored: &IgnoredFlags, deprecated: &[String]) -> Outcome {
-    let (settings, notices) = Settings::load_with_notices(flags)?;
+fn serve(flags: &Flags, of_flags: Notices) -> Outcome {
+    let (settings, notices) = Settings::load_with_notices(flags, of_flags)?;
     let log = logging::start(&settings)?;
     supervise::log_panics();
-    warn_of_settings(ignored, deprecated, &notices);
-    let initial_cluster = ignored.initial_cluster.as_deref().or(notices.initial_cluster.as_deref());
-    let outcome = match settings.check_members(initial_cluster.unwrap_or_default()) {
+    warn_of_settings(&notices);
+    let outcome = match settings.check_members(&notices.initial_cluster.unwrap_or_default()) {
         Ok(()) => serve_until_signal(settings),
         Err(error) => Err(error.into()),
     };
@@ -235,12 +230,11 @@ fn serve(flags: &Flags, ignored: &IgnoredFlags, deprecated: &[String]) -> Outcom
 }
 
 /// Logs which settings have no effect or another name.
-fn warn_of_settings(ignored: &IgnoredFlags, deprecated: &[String], notices: &Notices) {
-    let ignored: Vec<&str> = ignored.names.iter().copied().chain(notices.ignored.iter().map(String::as_str)).collect();
-    if !ignored.is_empty() {
-        warn!(flags = ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
+fn warn_of_settings(notices: &Notices) {
+    if !notices.ignored.is_empty() {
+        warn!(flags = notices.ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
     }
-    for name in deprecated.iter().chain(&notices.deprecated) {
+    for name in &notices.deprecated {
         warn!("{}", deprecation(name));
     }
     for name in &notices.unrecognized {
@@ -250,22 +244,17 @@ fn warn_of_settings(ignored: &IgnoredFlags, deprecated: &[String], notices: &Not
 }
 
 fn serve_until_signal(settings: Settings) -> Outcome {
-    let runtime = runtime(settings.worker_threads)?;
-    let outcome = runtime.block_on(async {
+    on_threads(settings.worker_threads, async {
         let shutdown = shutdown_signal(|| {})?;
         server::serve(settings, shutdown).await?;
         Ok(())
-    });
-    // A stuck request must not keep the process alive.
-    runtime.shutdown_background();
-    outcome
+    })
 }
 
 fn migrate(args: migrate::Args) -> Outcome {
     let settings = Settings::load(&args.flags)?;
     supervise::log_panics();
-    let runtime = runtime(settings.worker_threads)?;
-    let outcome = runtime.block_on(async {
+    on_threads(settings.worker_threads, async {
         let alarmed = migrate::Alarmed::default();
         let left = Arc::clone(&alarmed);
         let shutdown = shutdown_signal(move || {
@@ -274,22 +263,17 @@ fn migrate(args: migrate::Args) -> Outcome {
             }
         })?;
         Box::pin(migrate::run(args, settings, alarmed, shutdown)).await
-    });
-    runtime.shutdown_background();
-    outcome
+    })
 }
 
 fn serve_console(args: console::command::Args) -> Outcome {
     // Standard output has the address of the page; the log contains what the page wrote.
     logging::start(&Settings::default())?;
     supervise::log_panics();
-    let runtime = runtime(1)?;
-    let outcome = runtime.block_on(async {
+    on_threads(1, async {
         let shutdown = shutdown_signal(|| {})?;
         Box::pin(console::command::run(args, shutdown)).await
-    });
-    runtime.shutdown_background();
-    outcome
+    })
 }
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
@@ -298,9 +282,9 @@ fn on_one_thread<T>(command: impl Future<Output = Outcome<T>>) -> Outcome<T> {
     Builder::new_current_thread().enable_all().build()?.block_on(command)
 }
 
-/// Builds the runtime. On one or two cores a single thread is faster than several, because a request moves between
-/// threads less often.
-fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
+/// Runs a command on `worker_threads`; 0: depends on the number of cores. On one or two cores a single thread is faster
+/// than several, because a request moves between threads less often.
+fn on_threads(worker_threads: usize, command: impl Future<Output = Outcome>) -> Outcome {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = match worker_threads {
         0 if cores <= 2 => 1,
@@ -308,7 +292,11 @@ fn runtime(worker_threads: usize) -> std::io::Result<Runtime> {
         threads => threads,
     };
     let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
-    builder.worker_threads(threads).enable_all().build()
+    let runtime = builder.worker_threads(threads).enable_all().build()?;
+    let outcome = runtime.block_on(command);
+    // A stuck request must not keep the process alive.
+    runtime.shutdown_background();
+    outcome
 }
 
 /// Returns a future that completes at the first SIGTERM or SIGINT; a second signal ends the process at once, after

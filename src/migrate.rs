@@ -13,7 +13,6 @@
 mod after_cut;
 mod command;
 mod follow;
-mod progress;
 mod scratch;
 mod source;
 mod target;
@@ -38,7 +37,6 @@ use tokio::time::{interval, sleep};
 pub use self::command::Args;
 use self::{
     after_cut::AfterCut,
-    progress::Progress,
     scratch::Scratch,
     source::{Session, Source},
     target::{Place, Target},
@@ -46,6 +44,7 @@ use self::{
 use crate::{
     config::Settings,
     datastore::MissingArchive,
+    progress::Progress,
     server,
     snapshot::{self, Content, HashCheck, Purpose, Restored},
     text::bytes,

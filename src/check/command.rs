@@ -2,15 +2,16 @@
 
 use std::io::Write as _;
 
-use super::{
-    Findings, Location, Plan, Report, Violation, check,
-    progress::{Progress, Shown},
-};
+use super::{Findings, Location, Plan, Report, Violation, check};
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
     datastore,
+    progress::Progress,
 };
-use orlop_core::log::{self, Depth, Inspect};
+use orlop_core::{
+    log::{self, Depth, Inspect},
+    types::Revision,
+};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -49,8 +50,8 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
     let plan = Plan { limit, depth: if quick { Depth::Quick } else { Depth::Whole } };
     let report = match open(&settings).await {
         Ok(store) => {
-            let progress = Progress::new(if json { Shown::Never } else { Shown::OnTerminal });
-            check(&*store, plan, |revision, head| progress.set(revision, head)).await?
+            let progress = if json { None } else { Progress::on_terminal() };
+            check(&*store, plan, show(progress)).await?
         }
         // The store cannot be read because of damage.
         Err(Failure::Log(log::Error::Corrupt(what))) => unreadable(limit, what),
@@ -64,6 +65,19 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
     let text = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
     std::io::stdout().write_all(text.as_bytes())?;
     Ok(if report.findings.is_empty() { Verdict::Sound } else { Verdict::Damaged })
+}
+
+/// Returns the function that shows how far the check is.
+fn show(mut progress: Option<Progress>) -> impl FnMut(Revision, Revision) {
+    if let Some(progress) = &mut progress {
+        progress.show(0, 1, || "checking the file".to_owned());
+    }
+    let number = |revision: Revision| u64::try_from(revision.0).unwrap_or(0);
+    move |revision, head| {
+        if let Some(progress) = &mut progress {
+            progress.show(number(revision), number(head), || format!("revision {revision} of {head}"));
+        }
+    }
 }
 
 enum Failure {

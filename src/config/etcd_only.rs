@@ -167,21 +167,40 @@ pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
     })
 }
 
-/// The ignored flags on a command line.
-#[derive(Debug)]
-pub struct IgnoredFlags {
-    pub names: Vec<&'static str>,
-    /// The members that `--initial-cluster` names.
+/// What the sources of the settings contain without effect or under another name.
+#[derive(Debug, Default)]
+pub struct Notices {
+    /// Names of etcd's settings that have no meaning here.
+    pub ignored: Vec<String>,
+    /// `ETCD_*` variables that etcd does not know either.
+    pub unrecognized: Vec<String>,
+    /// Names of etcd's settings that etcd has renamed or dropped.
+    pub deprecated: Vec<String>,
+    /// The members that `initial-cluster` names.
     pub initial_cluster: Option<String>,
 }
 
-impl IgnoredFlags {
-    pub fn of(matches: &ArgMatches) -> Self {
-        let given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
+impl Notices {
+    /// Returns the notices of a command line: of its matches, and of its words, because matches do not contain aliases.
+    pub fn of_flags(matches: &ArgMatches, words: &[OsString]) -> Self {
+        let is_given = |name: &&str| matches.value_source(name) == Some(ValueSource::CommandLine);
         let initial_cluster = matches.get_many::<String>(INITIAL_CLUSTER).and_then(|mut values| values.next_back());
         Self {
-            names: FLAGS.iter().map(|(name, _)| *name).filter(given).collect(),
+            ignored: FLAGS.iter().map(|(name, _)| *name).filter(is_given).map(str::to_owned).collect(),
+            unrecognized: Vec::new(),
+            deprecated: deprecated_flags(words),
             initial_cluster: initial_cluster.cloned(),
+        }
+    }
+
+    /// Merges the notices of all sources, in the order in which they are logged. Of the members, those in variables
+    /// override those in the file, and those in flags override both.
+    pub(super) fn merged(flags: Self, file: Self, variables: Self) -> Self {
+        Self {
+            ignored: [flags.ignored, file.ignored, variables.ignored].concat(),
+            unrecognized: variables.unrecognized,
+            deprecated: [flags.deprecated, file.deprecated, variables.deprecated].concat(),
+            initial_cluster: flags.initial_cluster.or(variables.initial_cluster).or(file.initial_cluster),
         }
     }
 }
@@ -233,7 +252,7 @@ pub fn deprecation(name: &str) -> String {
 }
 
 /// Returns the deprecated flags among the words of a command line.
-pub fn deprecated_flags(words: &[OsString]) -> Vec<String> {
+fn deprecated_flags(words: &[OsString]) -> Vec<String> {
     let flags = words.iter().filter_map(|word| word.to_str()?.strip_prefix("--"));
     let names = flags.map(|flag| flag.split_once('=').map_or(flag, |(name, _)| name));
     names.filter(|name| is_deprecated(name)).map(str::to_owned).collect()
@@ -302,6 +321,27 @@ mod tests {
         // etcd refuses these.
         check_words(&["--initial-cluster-state=", "--max-txn-ops="], &["--initial-cluster-state=", "--max-txn-ops="]);
         check_words(&["check", "--data-dir="], &["check", "--data-dir="]);
+    }
+
+    #[test]
+    fn notices_are_in_the_order_of_the_log_and_members_are_those_of_the_last_source() {
+        let of = |name: &str, members: Option<&str>| Notices {
+            ignored: vec![name.to_owned()],
+            deprecated: vec![name.to_owned()],
+            initial_cluster: members.map(str::to_owned),
+            ..Notices::default()
+        };
+        for (flags, file, variables, want) in [
+            (Some("flags"), Some("file"), Some("variables"), Some("flags")),
+            (None, Some("file"), Some("variables"), Some("variables")),
+            (None, Some("file"), None, Some("file")),
+            (None, None, None, None),
+        ] {
+            let merged = Notices::merged(of("flags", flags), of("file", file), of("variables", variables));
+            assert_eq!(merged.initial_cluster.as_deref(), want);
+            assert_eq!(merged.ignored, ["flags", "file", "variables"]);
+            assert_eq!(merged.deprecated, merged.ignored);
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use figment::{
 };
 
 use super::{
-    etcd_only::{INITIAL_CLUSTER, check_ignored, is_deprecated, is_ignored},
+    etcd_only::{INITIAL_CLUSTER, Notices, check_ignored, is_deprecated, is_ignored},
     flags::{is_duration, setting_of},
 };
 
@@ -49,11 +49,7 @@ pub(super) struct ConfigFile {
     metadata: Metadata,
     language: Language,
     settings: Dict,
-    /// Keys of etcd without a meaning here.
-    pub(super) ignored: Vec<String>,
-    /// Keys of etcd that have another name now.
-    pub(super) deprecated: Vec<String>,
-    pub(super) initial_cluster: Option<String>,
+    pub(super) notices: Notices,
 }
 
 impl ConfigFile {
@@ -85,18 +81,11 @@ impl ConfigFile {
             Language::Yaml => Yaml::string(text).data(),
         };
         let read = read.map_err(|error| without_content(&error))?.remove(&Profile::Default).unwrap_or_default();
-        let mut file = Self {
-            metadata,
-            language,
-            settings: Dict::new(),
-            ignored: Vec::new(),
-            deprecated: Vec::new(),
-            initial_cluster: None,
-        };
+        let mut file = Self { metadata, language, settings: Dict::new(), notices: Notices::default() };
         for (key, value) in read {
             match (key.as_str(), value) {
                 ("client-transport-security", Value::Dict(_, section)) => file.add_security(section)?,
-                ("peer-transport-security", _) => file.ignored.push(key),
+                ("peer-transport-security", _) => file.notices.ignored.push(key),
                 (name, value) => file.add(name, value)?,
             }
         }
@@ -109,13 +98,13 @@ impl ConfigFile {
             return Ok(());
         }
         if is_deprecated(name) {
-            self.deprecated.push(name.to_owned());
+            self.notices.deprecated.push(name.to_owned());
         }
         if is_ignored(name) {
             check_ignored(name, &value)?;
-            self.ignored.push(name.to_owned());
+            self.notices.ignored.push(name.to_owned());
             if name == INITIAL_CLUSTER {
-                self.initial_cluster = value.as_str().map(str::to_owned);
+                self.notices.initial_cluster = value.as_str().map(str::to_owned);
             }
             return Ok(());
         }

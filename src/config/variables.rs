@@ -10,7 +10,7 @@ use figment::{Profile, Provider as _, value::Dict};
 
 use super::{
     Flags,
-    etcd_only::{INITIAL_CLUSTER, is_deprecated, is_ignored},
+    etcd_only::{INITIAL_CLUSTER, Notices, is_deprecated, is_ignored},
     flags::{Given, setting_of, settings},
 };
 
@@ -23,13 +23,8 @@ pub(super) struct Variables {
     pub(super) defaults: Flags,
     pub(super) orlop: Flags,
     pub(super) etcd: Flags,
-    /// `ETCD_*` variables without a meaning here.
-    pub(super) ignored: Vec<String>,
-    /// `ETCD_*` variables that etcd does not know either.
-    pub(super) unrecognized: Vec<String>,
-    /// Flags of etcd whose variables are set and that have another name now.
-    pub(super) deprecated: Vec<String>,
-    pub(super) initial_cluster: Option<String>,
+    /// Of the `ETCD_*` variables.
+    pub(super) notices: Notices,
 }
 
 impl Variables {
@@ -75,18 +70,18 @@ impl Variables {
             return Ok(());
         }
         if !is_ignored && setting_of(&key).is_none() {
-            self.unrecognized.push(name);
+            self.notices.unrecognized.push(name);
             return Ok(());
         }
         given.add(&key, text, &name)?;
         if key == INITIAL_CLUSTER {
-            self.initial_cluster = text.to_str().map(str::to_owned);
+            self.notices.initial_cluster = text.to_str().map(str::to_owned);
         }
         if is_ignored {
-            self.ignored.push(name);
+            self.notices.ignored.push(name);
         }
         if is_deprecated(&key) {
-            self.deprecated.push(key);
+            self.notices.deprecated.push(key);
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 use futures_util::stream;
 use http::HeaderValue;
 use orlop_client::{Client, Endpoint, ServerFlags};
-use orlop_core::types::prefix_end;
+use orlop_core::types::{child_prefix, prefix_end};
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
@@ -194,10 +194,10 @@ async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) 
         };
         let page = within(client.kv().range(request)).await?.into_inner();
         for kv in &page.kvs {
-            let slash = kv.key[prefix.len()..].iter().position(|byte| *byte == b'/');
-            let name = slash.map_or(&kv.key[..], |slash| &kv.key[..=prefix.len() + slash]);
+            let child = child_prefix(&kv.key, prefix.len());
+            let name = child.unwrap_or(&kv.key);
             if names.last().is_none_or(|last| last.name != name) {
-                names.push(Name { name: name.to_vec(), is_prefix: slash.is_some() });
+                names.push(Name { name: name.to_vec(), is_prefix: child.is_some() });
             }
         }
         if names.len() > limit {

@@ -7,7 +7,10 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
-use orlop_core::{clock, types::prefix_end};
+use orlop_core::{
+    clock,
+    types::{child_prefix, common_path, prefix_end},
+};
 use orlop_wire::proto::client::{
     etcdserverpb::{MemberListRequest, RangeRequest, StatusRequest, StatusResponse},
     orlopb as pb,
@@ -409,20 +412,13 @@ async fn list_keys(client: &Client, prefix: Vec<u8>) -> SizesResult {
 
 /// Counts sorted keys by the path segment below the prefix, or below the longest path that they share.
 fn count_by_segment(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Sizes {
-    let shared = match (keys.first(), keys.last()) {
-        (Some(first), Some(last)) => {
-            let equal = first.iter().zip(last).take_while(|(a, b)| a == b).count();
-            first[..equal].iter().rposition(|byte| *byte == b'/').map(|slash| first[..=slash].to_vec())
-        }
-        _ => None,
-    };
-    let prefix = shared.filter(|shared| shared.len() > prefix.len()).unwrap_or(prefix);
+    let shared = keys.first().zip(keys.last()).and_then(|(first, last)| common_path(first, last));
+    let prefix = shared.filter(|shared| shared.len() > prefix.len()).map_or(prefix, <[u8]>::to_vec);
     let mut children: BTreeMap<(&[u8], bool), PairSizes> = BTreeMap::new();
     let mut total = PairSizes::default();
     for key in keys {
-        let slash = key[prefix.len()..].iter().position(|byte| *byte == b'/');
-        let name = slash.map_or(key.as_slice(), |slash| &key[..=prefix.len() + slash]);
-        for sizes in [&mut total, children.entry((name, slash.is_some())).or_default()] {
+        let child = child_prefix(key, prefix.len());
+        for sizes in [&mut total, children.entry((child.unwrap_or(key), child.is_some())).or_default()] {
             sizes.keys += 1;
             sizes.key_bytes += key.len() as u64;
         }

@@ -7,10 +7,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use super::{
     Failure, Goal, Migration, Result, Stop,
-    progress::Speed,
     source::{self, Session},
     target::Target,
 };
+use crate::progress::Speed;
 use orlop_core::{
     lease::TTL_SECS_MIN,
     types::{LeaseId, Revision},

@@ -26,12 +26,9 @@ use orlop_core::{
     auth::AuthState,
     files::folder_of,
     index::{CompactionCursor, Lease, TreeIndex},
-    log::{
-        self, Append, Appended, ArchivePart, AuthMark, Error, FactChange, LeaseChange, Load, Log, Meta, Position,
-        Reclaim,
-    },
+    log::{self, Append, Appended, ArchivePart, AuthMark, Error, FactChange, LeaseChange, Load, Log, Meta, Position},
     private,
-    store::{HistoryKeeper, Keep, hash, replay},
+    store::{HistoryKeeper, Keep, delete_rows, hash, replay},
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Superseded, Version, shown},
 };
 use orlop_sql::Durability;
@@ -42,7 +39,7 @@ const APPEND_BYTES: usize = 4 << 20;
 /// Keys whose history is compacted, and rows that are deleted, at a time.
 const COMPACT_KEYS: usize = 10_000;
 const DELETE_ROWS: usize = 1_000;
-/// Maximum number of attempts to copy rows to the archive. [`HistoryKeeper::keep`] gives the rows up at the tenth.
+/// Maximum number of attempts to delete rows that are copied to an archive. They are given up if the tenth copy fails.
 const KEEP_ATTEMPTS: u32 = 12;
 /// Pause between two attempts.
 const KEEP_PAUSE: Duration = Duration::from_secs(1);
@@ -296,35 +293,22 @@ impl Target {
     /// without its tombstone, a key whose puts are left would exist again.
     async fn purge(&self, mut garbage: Vec<Superseded>, compacted: Revision) -> Result<()> {
         garbage.sort_unstable();
-        let mut left = garbage.as_slice();
+        let (history, server) = (self.history.as_ref(), self.position.server);
+        let attempts_max = if history.is_some() { KEEP_ATTEMPTS } else { 1 };
+        let (mut left, mut attempts) = (garbage.as_slice(), 0);
         while !left.is_empty() {
-            let mut step = left.len().min(DELETE_ROWS);
-            if let Some(history) = &self.history {
-                step = history.rows_of_copy(&*self.log, &left[..step]).await;
+            let rows = &left[..left.len().min(DELETE_ROWS)];
+            attempts += 1;
+            match delete_rows(&*self.log, history, rows, compacted, server).await {
+                Ok(deleted) => (left, attempts) = (&left[deleted..], 0),
+                Err(_) if attempts < attempts_max => sleep(KEEP_PAUSE).await,
+                Err(error) => return Err(error.into()),
             }
-            let (rows, later) = left.split_at(step);
-            left = later;
-            self.keep(rows, compacted).await?;
-            let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
-            let rows = Reclaim::Rows { rows: &rows, compacted, server: self.position.server };
-            let _ = self.log.reclaim(rows).await?;
         }
-        match &self.history {
-            Some(history) => Ok(history.finish(compacted, self.position.server).await?),
+        match history {
+            Some(history) => Ok(history.finish(compacted, server).await?),
             None => Ok(()),
         }
-    }
-
-    /// Copies rows to the archive, or gives them up, if there is one.
-    async fn keep(&self, rows: &[Superseded], compacted: Revision) -> Result<()> {
-        let Some(history) = &self.history else { return Ok(()) };
-        for _ in 1..KEEP_ATTEMPTS {
-            match history.keep(rows, compacted).await {
-                Ok(()) => return Ok(()),
-                Err(_) => sleep(KEEP_PAUSE).await,
-            }
-        }
-        Ok(history.keep(rows, compacted).await?)
     }
 
     /// Gives the log these leases, and those that still have keys, each with its full TTL before it.

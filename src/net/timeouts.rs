@@ -75,15 +75,6 @@ impl<S> TimedConnection<S> {
         Ok(())
     }
 
-    /// Returns the outcome of a write of bytes, as [`TimedConnection::check_stall`] does.
-    fn written(&mut self, context: &mut Context<'_>, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        // A response, or a part of it, is on its way.
-        if matches!(written, Poll::Ready(Ok(1..))) {
-            self.reset_idle();
-        }
-        self.check_stall(context, written)
-    }
-
     /// Returns the outcome of a write, or an error if the client has read nothing for [`STALL_TIME_MAX`].
     fn check_stall<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
@@ -140,7 +131,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedConnection<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.inner).poll_write(context, bytes);
-        self.written(context, written)
+        // A response, or a part of it, is on its way.
+        if matches!(written, Poll::Ready(Ok(1..))) {
+            self.reset_idle();
+        }
+        self.check_stall(context, written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -152,19 +147,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for TimedConnection<S> {
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shut = Pin::new(&mut self.inner).poll_shutdown(context);
         self.check_stall(context, shut)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffers: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.inner).poll_write_vectored(context, buffers);
-        self.written(context, written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
     }
 }
 

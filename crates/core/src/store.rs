@@ -66,7 +66,7 @@ pub use self::{
     handle::Store,
     history::{
         FoundMoment, FrozenStore, HistoryKeeper, HistorySettings, HistoryState, Keep, PastChange, PastChanges,
-        PastError, PastPairs,
+        PastError, PastPairs, delete_rows,
     },
     open::Settings,
     reader::RangePieces,

@@ -11,7 +11,7 @@ use std::fmt;
 
 pub(crate) use encoded::held_by;
 pub use encoded::{EncodedEvent, EncodedKv};
-pub use key::{Key, KeyBounds, KeyRange, prefix_end, shown};
+pub use key::{Key, KeyBounds, KeyRange, child_prefix, common_path, prefix_end, shown};
 pub use rebase::Rebase;
 
 /// A revision of the store: the id of a row in `kv_log`. An empty store is at [`Revision::EMPTY`]. Each transaction

@@ -20,6 +20,9 @@ pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// revision and not the others.
 pub(super) const NEXT_ID: &str = "SELECT min(id) FROM (SELECT min(id) AS id FROM kv_log WHERE id > $1 \
     UNION ALL SELECT min(id) FROM kv_log_more WHERE id > $1) AS next";
+/// Returns whether there are rows or leases; on Postgres, in the tables of the first schema only.
+pub(super) const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
+    OR EXISTS (SELECT 1 FROM lease)";
 /// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;

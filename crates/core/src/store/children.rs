@@ -10,7 +10,7 @@ use super::{error::Result, handle::Store, sizes::ChildKind};
 use crate::{
     auth::Caller,
     index::{First, TreeIndex},
-    types::{Key, KeyRange},
+    types::{Key, KeyRange, child_prefix},
 };
 
 /// Size in bytes at which a page ends. Its last name may exceed it, because a name can be as long as a request.
@@ -116,12 +116,8 @@ impl Search {
 
     /// Returns the child to which a key belongs, and where the next one starts.
     fn child_of(&self, key: &Key) -> (NamedChild, Bound<Vec<u8>>) {
-        match key[self.prefix_len..].iter().position(|byte| *byte == b'/') {
-            Some(slash) => {
-                let name = key[..=self.prefix_len + slash].to_vec();
-                let next = behind(&name);
-                (NamedChild { name, kind: ChildKind::Prefix }, next)
-            }
+        match child_prefix(key, self.prefix_len) {
+            Some(name) => (NamedChild { name: name.to_vec(), kind: ChildKind::Prefix }, behind(name)),
             None => (NamedChild { name: key.to_vec(), kind: ChildKind::Key }, Bound::Excluded(key.to_vec())),
         }
     }

@@ -17,11 +17,11 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{shared::Shared, tasks::until_stopped};
+use super::{history::delete_rows, shared::Shared, tasks::until_stopped};
 use crate::{
     clock,
     index::{CompactionCursor, TreeIndex},
-    log::{self, Reclaim},
+    log,
     types::{Change, Key, Revision, RowId, Superseded},
 };
 
@@ -221,21 +221,22 @@ pub(super) async fn purge(
     loop {
         shared.pulses.compactor.beat();
         let begun = Instant::now();
-        let (now, later) = rows.split_at(rows_of_step(shared, &rows[..rows.len().min(rows_max)]).await);
         let is_last = rows.is_empty();
-        let done = if is_last {
-            finish(shared, compacted, server).await
-        } else {
-            delete(shared, now, compacted, server).await
+        let step = &rows[..rows.len().min(rows_max)];
+        let history = shared.history.as_ref();
+        let done = match history {
+            Some(history) if is_last => history.finish(compacted, server).await.map(|()| 0),
+            None if is_last => Ok(0),
+            Some(_) | None => delete_rows(&*shared.log, history, step, compacted, server).await,
         };
         match done {
-            Ok(()) if is_last => break,
-            Ok(()) => {
+            Ok(_) if is_last => break,
+            Ok(deleted) => {
                 if owner == PurgeOwner::ThisInstance {
                     shared.metrics.store.compaction_pause.observe(elapsed_ms(begun));
-                    shared.metrics.store.compacted_rows.inc_by(now.len() as u64);
+                    shared.metrics.store.compacted_rows.inc_by(deleted as u64);
                 }
-                (rows, rows_max) = (later, rate.rows);
+                (rows, rows_max) = (&rows[deleted..], rate.rows);
                 sleep(rate.pause).await;
             }
             Err(error) => {
@@ -253,30 +254,4 @@ pub(super) async fn purge(
     }
     garbage.clear();
     *shared.purged_on.lock() = Some(server);
-}
-
-/// Returns how many of these rows are deleted together.
-async fn rows_of_step(shared: &Shared, rows: &[Superseded]) -> usize {
-    match &shared.history {
-        Some(history) if !rows.is_empty() => history.rows_of_copy(&*shared.log, rows).await,
-        Some(_) | None => rows.len(),
-    }
-}
-
-/// Copies rows to the archive, if they are to be kept, and deletes them from the log. Both happens on the same server.
-async fn delete(shared: &Shared, rows: &[Superseded], compacted: Revision, server: i64) -> log::Result<()> {
-    if let Some(history) = &shared.history {
-        history.keep(rows, compacted).await?;
-    }
-    let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
-    let step = Reclaim::Rows { rows: &rows, compacted, server };
-    shared.log.reclaim(step).await.map(|_| ())
-}
-
-/// Records that the rows of a compaction were copied.
-async fn finish(shared: &Shared, compacted: Revision, server: i64) -> log::Result<()> {
-    match &shared.history {
-        Some(history) => history.finish(compacted, server).await,
-        None => Ok(()),
-    }
 }

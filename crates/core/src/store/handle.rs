@@ -6,14 +6,14 @@ use prometheus::Histogram;
 use tokio::{
     sync::watch,
     task::JoinHandle,
-    time::{Instant, sleep, timeout, timeout_at},
+    time::{Instant, timeout},
 };
 
 use super::{
     error::{Error, Result},
     queue::WriteQueue,
     request::{CompactionWait, DeleteRequest, DeleteResponse, PutRequest, PutResponse, TxnRequest, TxnResponse},
-    shared::{Identity, Shared, WAIT_MAX},
+    shared::{Identity, Shared},
     shared_query::SharedQuery,
     write_request::{Outcome, Request},
 };
@@ -33,9 +33,6 @@ use crate::{
 const SIZE_MAX: Duration = Duration::from_secs(3);
 /// A linearizable read that waits longer than this for the log's position is counted as slow.
 const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
-
-/// Pause before a failed query is repeated.
-pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// The handle through which the server uses the store. Shared behind an [`Arc`].
 pub struct Store {
@@ -83,14 +80,7 @@ impl Store {
         let Some(query) = &self.position_query else { return Ok(()) };
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
-        let deadline = started + WAIT_MAX;
-        let confirmed = loop {
-            match timeout_at(deadline, query.query(())).await {
-                Ok(Some(Ok(()))) => break Ok(()),
-                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
-                Ok(_) | Err(_) => break Err(Error::Unavailable),
-            }
-        };
+        let confirmed = query.query_retrying(()).await;
         trace::add_to_part(Part::Confirm, started.elapsed());
         if started.elapsed() > SLOW_CONFIRM_MIN {
             metrics.slow_confirms.inc();

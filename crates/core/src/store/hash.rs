@@ -93,7 +93,7 @@ impl Store {
             kept => kept?,
         };
         let log = &*self.shared.log;
-        let Some(hash) = hash_rows(log, target, compacted, &kept).await? else {
+        let Some(hash) = hash_rows(log, target, &kept).await? else {
             // Another instance compacted; catching up applies its compaction.
             self.shared.catch_up().await?;
             return Ok(None);
@@ -102,15 +102,13 @@ impl Store {
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
     }
 
-    /// Returns the rows at or below the compact revision that the hash at `target` includes.
+    /// Returns the rows that the hash at `target` includes.
     async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<Kept> {
-        let Some(compacted) = compacted else { return Ok(Kept::NothingCompacted) };
+        let Some(compacted) = compacted else { return Ok(Kept::everything()) };
         let live = self.live_rows(target).await?;
-        Ok(if live.is_empty() {
-            Kept::ByLastCompaction { compacted, live: self.live_rows(compacted).await? }
-        } else {
-            Kept::ByTarget { compacted, live }
-        })
+        let deletes = live.is_empty();
+        let live = if deletes { self.live_rows(compacted).await? } else { live };
+        Ok(Kept { compacted, live, deletes })
     }
 
     /// Returns the newest row of each key that exists at a revision.
@@ -141,59 +139,51 @@ pub async fn of_history(
         index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect()
     };
     let kept = match compacted {
-        None => Kept::NothingCompacted,
-        Some(compacted) => match live_rows(target) {
-            live if live.is_empty() => Kept::ByLastCompaction { compacted, live: live_rows(compacted) },
-            live => Kept::ByTarget { compacted, live },
-        },
+        None => Kept::everything(),
+        Some(compacted) => {
+            let live = live_rows(target);
+            let deletes = live.is_empty();
+            Kept { compacted, live: if deletes { live_rows(compacted) } else { live }, deletes }
+        }
     };
-    let hash = hash_rows(history, target, compacted, &kept).await?;
+    let hash = hash_rows(history, target, &kept).await?;
     let hash = hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))?;
     Ok(Hashed { hash, revision: target, compact_revision: compacted })
 }
 
-/// The rows at or below the compact revision that a hash includes.
-enum Kept {
-    NothingCompacted,
-    /// Those that a compaction at the requested revision would keep.
-    ByTarget {
-        compacted: Revision,
-        live: HashSet<RowId>,
-    },
-    /// No key exists at the requested revision. etcd then includes every stored row, which are those that the last
-    /// compaction kept: the rows of the keys that existed at the compact revision, and the deletes of this revision.
-    ByLastCompaction {
-        compacted: Revision,
-        live: HashSet<RowId>,
-    },
+/// The rows that a hash includes: all above the compact revision, and some at or below it.
+///
+/// The latter are those that a compaction at the requested revision would keep. If no key exists there, etcd includes every
+/// stored row instead, which are those that the last compaction kept: the rows of the keys that existed at the compact
+/// revision, and the deletes of this revision.
+struct Kept {
+    /// [`Revision::EMPTY`], which has no rows: nothing is compacted.
+    compacted: Revision,
+    live: HashSet<RowId>,
+    /// Whether the deletes at the compact revision are included.
+    deletes: bool,
 }
 
 impl Kept {
+    fn everything() -> Self {
+        Self { compacted: Revision::EMPTY, live: HashSet::new(), deletes: false }
+    }
+
     fn includes(&self, change: &Change) -> bool {
-        match self {
-            Self::NothingCompacted => true,
-            Self::ByTarget { compacted, live } => change.row.revision > *compacted || live.contains(&change.row),
-            Self::ByLastCompaction { compacted, live } => {
-                let is_delete_at_compaction =
-                    change.row.revision == *compacted && matches!(change.kind, ChangeKind::Delete);
-                change.row.revision > *compacted || live.contains(&change.row) || is_delete_at_compaction
-            }
-        }
+        let revision = change.row.revision;
+        revision > self.compacted
+            || self.live.contains(&change.row)
+            || self.deletes && revision == self.compacted && change.is_delete()
     }
 }
 
 /// Hashes the rows up to `target`. Returns `None` if some rows may have been deleted.
-async fn hash_rows(
-    history: &dyn History,
-    target: Revision,
-    compacted: Option<Revision>,
-    kept: &Kept,
-) -> log::Result<Option<u32>> {
+async fn hash_rows(history: &dyn History, target: Revision, kept: &Kept) -> log::Result<Option<u32>> {
     let mut hash = crc32c::crc32c(BUCKET);
     let mut next = Revision::EMPTY.next();
     while next <= target {
         let page = history.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
-        if page.purged.is_some_and(|purged| purged > compacted.unwrap_or(Revision::EMPTY)) {
+        if page.purged.is_some_and(|purged| purged > kept.compacted) {
             return Ok(None);
         }
         hash = page.changes.iter().filter(|change| kept.includes(change)).fold(hash, append);

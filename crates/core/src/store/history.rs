@@ -1,6 +1,6 @@
 //! The history that outlasts compactions: keeps compacted rows in an archive for some time, and reads past states.
 //!
-//! The compactor copies rows to the archive before it deletes them ([`HistoryKeeper::keep`]). One task, on the leader,
+//! The compactor copies rows to the archive before it deletes them ([`delete_rows`]). One task, on the leader,
 //! records times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete,
 //! and [`moments`] finds the revision of a time.
 //! Requests of etcd's API do not use any of this.
@@ -33,7 +33,7 @@ pub use self::moments::FoundMoment;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
 use super::{shared::Shared, tasks::until_stopped};
 use crate::{
-    log::{self, Archive, Error, Log, Reclaimed, Time},
+    log::{self, Archive, Error, Log, Reclaim, Reclaimed, Time},
     sync::Mutex,
     types::{Revision, RowId, Superseded},
 };
@@ -133,7 +133,7 @@ impl HistoryKeeper {
 
     /// Returns how many of these rows, from the first on, are copied together. If their lengths cannot be read, it is all
     /// of them, because then the copy fails, too.
-    pub async fn rows_of_copy(&self, log: &dyn Log, rows: &[Superseded]) -> usize {
+    async fn rows_of_copy(&self, log: &dyn Log, rows: &[Superseded]) -> usize {
         if self.keep == Keep::Nothing {
             return rows.len();
         }
@@ -145,7 +145,7 @@ impl HistoryKeeper {
     /// Copies rows that the compaction at `compacted` removes, unless they are not to be kept. If the disk is full, or
     /// copying fails again and again, the rows are given up: their deletion from the log frees space that the store
     /// needs.
-    pub async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
+    async fn keep(&self, rows: &[Superseded], compacted: Revision) -> log::Result<()> {
         if !self.keeps().await? {
             self.archive.give_up(compacted).await?;
             // What is left is deleted in the background.
@@ -263,6 +263,26 @@ impl HistoryKeeper {
             sleep(PRUNE_PAUSE).await;
         }
     }
+}
+
+/// Deletes rows from the log that the compaction at `compacted` removes. With a history, it deletes only the first of them, as
+/// many as are copied together, after it has copied them or given them up ([`HistoryKeeper::keep`]). Returns their number.
+///
+/// After an error it can be called again with the same rows.
+pub async fn delete_rows(
+    log: &dyn Log,
+    history: Option<&HistoryKeeper>,
+    mut rows: &[Superseded],
+    compacted: Revision,
+    server: i64,
+) -> log::Result<usize> {
+    if let Some(history) = history {
+        rows = &rows[..history.rows_of_copy(log, rows).await];
+        history.keep(rows, compacted).await?;
+    }
+    let rows: Vec<RowId> = rows.iter().map(|superseded| superseded.row).collect();
+    log.reclaim(Reclaim::Rows { rows: &rows, compacted, server }).await?;
+    Ok(rows.len())
 }
 
 /// Returns how many rows, from the first on and at least one, it takes to have `bytes` together. A row without a length

@@ -9,15 +9,15 @@ use std::{
 };
 
 use bytes::Bytes;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::Instant;
 use tracing::warn;
 
 use super::{
     error::{Error, Result},
-    handle::{RETRY_PAUSE, Store},
+    handle::Store,
     reader::pairs::{STEP_KEYS, StepCount},
     request::{LeaseGranted, LeaseKeys},
-    shared::{Shared, WAIT_MAX},
+    shared::Shared,
     shared_query::SharedQuery,
     write_request::Request,
 };
@@ -99,15 +99,7 @@ impl Store {
         renewals: &SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>,
         id: LeaseId,
     ) -> Result<Renewal> {
-        let deadline = Instant::now() + WAIT_MAX;
-        let logged = loop {
-            match timeout_at(deadline, renewals.query(id)).await {
-                Ok(Some(Ok(logged))) => break logged,
-                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
-                Ok(_) | Err(_) => return Err(Error::Unavailable),
-            }
-        };
-        let Some(logged) = logged else { return Ok(Renewal::Unknown) };
+        let Some(logged) = renewals.query_retrying(id).await? else { return Ok(Renewal::Unknown) };
         if logged.left_secs.is_some_and(|left| left > 0.0) {
             return Ok(Renewal::Renewed { ttl_secs: logged.ttl_secs });
         }

@@ -23,6 +23,8 @@ use crate::{
 
 /// Maximum time a request waits for the database; after that it fails as not applied. Equals etcd's wait for a leader.
 pub(super) const WAIT_MAX: Duration = Duration::from_secs(7);
+/// Pause before a failed query is repeated.
+pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// The identity in etcd's response headers.
 #[derive(Debug, Clone, Copy)]

@@ -2,9 +2,16 @@
 
 use std::{future::Future, sync::Arc};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::{Instant, sleep, timeout_at},
+};
 
-use crate::watchdog::Pulse;
+use super::{
+    error::{Error, Result},
+    shared::{RETRY_PAUSE, WAIT_MAX},
+};
+use crate::{log, watchdog::Pulse};
 
 /// A handle for queries that are sent together. Items that arrive while a query is running share the next one, so every
 /// response comes from a query that started after its item arrived.
@@ -45,6 +52,24 @@ impl<I, O> SharedQuery<I, O> {
         let (sender, response) = oneshot::channel();
         self.0.send((item, sender)).ok()?;
         response.await.ok()
+    }
+}
+
+impl<I: Copy, O> SharedQuery<I, log::Result<O>> {
+    /// Returns the response of the log for an item. Repeats a query that fails.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unavailable`] if none succeeds within [`WAIT_MAX`].
+    pub(super) async fn query_retrying(&self, item: I) -> Result<O> {
+        let deadline = Instant::now() + WAIT_MAX;
+        loop {
+            match timeout_at(deadline, self.query(item)).await {
+                Ok(Some(Ok(response))) => return Ok(response),
+                Ok(Some(Err(_))) if Instant::now() < deadline => sleep(RETRY_PAUSE).await,
+                Ok(_) | Err(_) => return Err(Error::Unavailable),
+            }
+        }
     }
 }
 

@@ -25,7 +25,7 @@ use super::{error::Result, handle::Store, shared::Shared};
 use crate::{
     index::TreeIndex,
     sync::Mutex,
-    types::{Key, KeyRange, RowId},
+    types::{Key, KeyRange, RowId, child_prefix, common_path},
 };
 
 /// Maximum number of children of a prefix that are returned.
@@ -239,9 +239,8 @@ impl Scan {
     /// Adds a key, or the beginning of a long one.
     fn add(&mut self, key: &[u8], sizes: PairSizes) {
         self.total += sizes;
-        let rest = key.get(self.prefix.len()..).unwrap_or_default();
-        let (name, kind) = match rest.iter().position(|byte| *byte == b'/') {
-            Some(slash) => (&key[..self.prefix.len() + slash + 1], ChildKind::Prefix),
+        let (name, kind) = match child_prefix(key, self.prefix.len()) {
+            Some(prefix) => (prefix, ChildKind::Prefix),
             None => (key, ChildKind::Key),
         };
         match &mut self.current {
@@ -313,11 +312,8 @@ impl Largest {
 fn common_prefix(index: &TreeIndex, prefix: &[u8]) -> Vec<u8> {
     let range = KeyRange::of_prefix(prefix);
     let (Some(first), Some(last)) = index.ends(range.bounds()) else { return prefix.to_vec() };
-    let shared = first.iter().zip(last.iter()).take_while(|(a, b)| a == b).count();
-    match first[..shared].iter().rposition(|byte| *byte == b'/') {
-        Some(slash) if slash + 1 > prefix.len() => first[..=slash].to_vec(),
-        _ => prefix.to_vec(),
-    }
+    let path = common_path(first, last).filter(|path| path.len() > prefix.len());
+    path.unwrap_or(prefix).to_vec()
 }
 
 #[cfg(test)]

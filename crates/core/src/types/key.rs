@@ -68,6 +68,20 @@ pub fn prefix_end(prefix: &[u8]) -> Vec<u8> {
     vec![0]
 }
 
+/// Returns the child of a prefix to which a key below it belongs, if the child is a prefix, too: the key up to the next `/`.
+/// `None`: the key itself is the child.
+pub fn child_prefix(key: &[u8], prefix_len: usize) -> Option<&[u8]> {
+    let slash = key.get(prefix_len..)?.iter().position(|byte| *byte == b'/')?;
+    Some(&key[..=prefix_len + slash])
+}
+
+/// Returns the longest prefix ending in `/` that two keys share.
+pub fn common_path<'a>(first: &'a [u8], last: &[u8]) -> Option<&'a [u8]> {
+    let shared = first.iter().zip(last).take_while(|(a, b)| a == b).count();
+    let slash = first[..shared].iter().rposition(|byte| *byte == b'/')?;
+    Some(&first[..=slash])
+}
+
 /// The keys that a request refers to.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub enum KeyRange {
@@ -167,6 +181,34 @@ mod tests {
             [(&b"a/"[..], &b"a0"[..]), (b"a\xff", b"b"), (b"a\xff\xff", b"b"), (b"\xff\xff", b"\0"), (b"", b"\0")]
         {
             assert_eq!(prefix_end(prefix), end, "{prefix:?}");
+        }
+    }
+
+    #[test]
+    fn child_of_a_prefix_ends_at_the_next_slash() {
+        for (key, prefix, child) in [
+            ("/r/a/1", "", Some("/")),
+            ("/r/a/1", "/r", Some("/r/")),
+            ("/r/a/1", "/r/", Some("/r/a/")),
+            ("/r/a//1", "/r/a/", Some("/r/a//")),
+            ("/r/a/1", "/r/a/", None),
+            ("/r", "/r", None),
+            ("/a cut name", "/a cut name/", None),
+        ] {
+            let found = child_prefix(key.as_bytes(), prefix.len());
+            assert_eq!(found, child.map(str::as_bytes), "{key} below {prefix}");
+        }
+    }
+
+    #[test]
+    fn common_path_is_the_longest_of_two_keys() {
+        for (first, last, path) in [
+            ("/r/a/1", "/r/a/2", Some("/r/a/")),
+            ("/r/a/1", "/r/ab", Some("/r/")),
+            ("/a/", "/a/", Some("/a/")),
+            ("a", "b", None),
+        ] {
+            assert_eq!(common_path(first.as_bytes(), last.as_bytes()), path.map(str::as_bytes), "{first} {last}");
         }
     }
 

@@ -9,12 +9,11 @@
 use std::time::Duration;
 
 use sqlx::{Connection as _, PgConnection, Row as _, postgres::PgRow};
-use tokio::sync::Mutex;
-use tracing::debug;
 
 use super::{
     connection::{Database, SERVER_TIMEOUT, sqlstate, with_longer_timeout, with_timeout},
-    primary::{Found, Generation},
+    dedicated::Dedicated,
+    primary::Found,
 };
 use crate::{
     auth::{self, bind_params},
@@ -46,51 +45,29 @@ const LARGE_ROWS_MIN: usize = 4_096;
 /// Time that a row of a large append may take in addition, on the server and in the client.
 const ROW_TIME_MAX: Duration = Duration::from_micros(100);
 
-/// The connection for appends.
+/// Appends on a connection of its own.
 pub(super) struct Appender {
-    state: Mutex<State>,
+    connection: Dedicated,
     /// Identifies this start of the instance, so that it ignores the notifications of its own appends.
     run: i64,
 }
 
-struct State {
-    session: Option<Session>,
-    is_locked: bool,
-}
-
-struct Session {
-    connection: PgConnection,
-    generation: Generation,
-}
-
-impl State {
-    /// Leaves a former primary, which refuses every append: it is another server than the one of the position.
-    async fn take_session(&mut self, database: &Database) -> Result<Session> {
-        if let Some(session) = self.session.take_if(|session| session.generation >= database.generation()) {
-            return Ok(session);
-        }
-        *self = Self { session: None, is_locked: false };
-        let found = database.find().await.map_err(|error| database.unavailable(&error))?;
-        Ok(Session { connection: found.connection, generation: found.generation })
-    }
-}
-
 impl Appender {
-    pub(super) fn new(Found { connection, generation, .. }: Found, run: i64) -> Self {
-        let session = Some(Session { connection, generation });
-        Self { state: Mutex::new(State { session, is_locked: false }), run }
+    pub(super) fn new(found: Found, run: i64) -> Self {
+        Self { connection: Dedicated::of(found), run }
     }
 
     /// See [`orlop_core::log::SharedLog::lock_appends`].
     pub(super) async fn lock_appends(&self, database: &Database) -> Result<()> {
-        let mut state = self.state.lock().await;
-        let mut session = state.take_session(database).await?;
-        if !state.is_locked {
-            let locking = with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut session.connection));
-            let locked = database.unless_superseded(session.generation, locking).await;
+        let taken = self.connection.take(database).await;
+        let mut in_use = taken.map_err(|error| database.unavailable(&error))?;
+        if !in_use.holds_lock {
+            let locking = with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut in_use.connection));
+            let locked = database.unless_superseded(in_use.generation, locking).await;
             locked.map_err(|error| database.unavailable(&error))?;
+            in_use.holds_lock = true;
         }
-        *state = State { session: Some(session), is_locked: true };
+        in_use.keep();
         Ok(())
     }
 
@@ -100,26 +77,22 @@ impl Appender {
     ///
     /// If the future is dropped or fails, the connection is closed.
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
-        let mut state = self.state.lock().await;
-        let mut session = state.take_session(database).await?;
-        let was_locked = std::mem::take(&mut state.is_locked);
+        let taken = self.connection.take(database).await;
+        let mut in_use = taken.map_err(|error| database.unavailable(&error))?;
+        let was_locked = std::mem::take(&mut in_use.holds_lock);
         let appended = tokio::select! {
             biased;
-            appended = commit(&mut session.connection, database, append, (was_locked, self.run)) => appended?,
-            () = database.superseded(session.generation) => {
+            appended = commit(&mut in_use.connection, database, append, (was_locked, self.run)) => appended?,
+            () = database.superseded(in_use.generation) => {
                 return Err(Error::OutcomeUnknown("another server has become the primary".to_owned()));
             }
         };
-        state.session = Some(session);
+        in_use.keep();
         Ok(appended)
     }
 
     pub(super) async fn close(&self) {
-        if let Some(session) = self.state.lock().await.session.take()
-            && let Err(error) = with_timeout(session.connection.close()).await
-        {
-            debug!(%error, "cannot close the connection for appends");
-        }
+        self.connection.close().await;
     }
 }
 

@@ -8,44 +8,64 @@ use tokio::{
     time::timeout,
 };
 
-use super::{connection::Database, primary::Generation};
+use super::{
+    connection::Database,
+    primary::{Found, Generation},
+};
 
 /// A connection for one purpose. It is opened at the first use, and again after it failed or another server has become
 /// the primary.
 #[derive(Default)]
-pub(super) struct Dedicated(Mutex<Option<(PgConnection, Generation)>>);
+pub(super) struct Dedicated(Mutex<Option<Session>>);
+
+struct Session {
+    connection: PgConnection,
+    generation: Generation,
+    holds_lock: bool,
+}
+
+impl From<Found> for Session {
+    fn from(Found { connection, generation, .. }: Found) -> Self {
+        Self { connection, generation, holds_lock: false }
+    }
+}
 
 /// Exclusive use of a dedicated connection. When dropped, it closes the connection unless [`InUse::keep`] was called,
 /// so that the next use does not receive a connection in an unknown state.
 pub(super) struct InUse<'a> {
-    slot: MutexGuard<'a, Option<(PgConnection, Generation)>>,
+    slot: MutexGuard<'a, Option<Session>>,
     pub(super) connection: PgConnection,
     pub(super) generation: Generation,
+    /// Whether the connection is in the transaction that holds the lock for appends.
+    pub(super) holds_lock: bool,
 }
 
 impl Dedicated {
+    pub(super) fn of(found: Found) -> Self {
+        Self(Mutex::new(Some(found.into())))
+    }
+
     pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
         let mut slot = self.0.lock().await;
-        let (connection, generation) = match slot.take() {
-            Some((connection, generation)) if generation >= database.generation() => (connection, generation),
-            Some(_) | None => {
-                let found = database.find().await?;
-                (found.connection, found.generation)
-            }
+        // A former primary is left before the search for its successor.
+        let current = slot.take().filter(|session| session.generation >= database.generation());
+        let Session { connection, generation, holds_lock } = match current {
+            Some(session) => session,
+            None => database.find().await?.into(),
         };
-        Ok(InUse { slot, connection, generation })
+        Ok(InUse { slot, connection, generation, holds_lock })
     }
 
     pub(super) async fn close(&self) {
-        if let Some((connection, _)) = self.0.lock().await.take() {
-            let _ = timeout(Duration::from_secs(1), connection.close()).await;
+        if let Some(session) = self.0.lock().await.take() {
+            let _ = timeout(Duration::from_secs(1), session.connection.close()).await;
         }
     }
 }
 
 impl InUse<'_> {
     pub(super) fn keep(self) {
-        let Self { mut slot, connection, generation } = self;
-        *slot = Some((connection, generation));
+        let Self { mut slot, connection, generation, holds_lock } = self;
+        *slot = Some(Session { connection, generation, holds_lock });
     }
 }

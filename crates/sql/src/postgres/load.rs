@@ -8,13 +8,14 @@ use sqlx::{Connection as _, PgConnection};
 use super::{
     append::{Columns, bind},
     connection::{Database, PAGE_TIMEOUT, with_timeout, within},
-    schema::{HAS_ROWS, LIVE_MEMBER, has_table},
+    schema::{LIVE_MEMBER, has_table},
 };
 use crate::{
     Durability,
     archive::counted_bytes,
     auth::{self, bind_params},
     error::describe,
+    rows::HAS_ROWS,
 };
 use orlop_core::{
     auth::AuthState,

@@ -9,6 +9,7 @@ use super::{
 use crate::{
     Durability,
     migrations::{self, VERSIONS, is_older},
+    rows::HAS_ROWS,
 };
 use orlop_core::log::{HEARTBEAT_TIMEOUT, Result};
 
@@ -16,9 +17,6 @@ use orlop_core::log::{HEARTBEAT_TIMEOUT, Result};
 const HAS_TABLE: &str =
     "SELECT EXISTS (SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = $1)";
 
-/// Reads tables of the first schema only.
-pub(super) const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease)";
 /// Reads a table of the first schema.
 pub(super) const LIVE_MEMBER: &str =
     "SELECT name FROM member WHERE beat > clock_timestamp() - make_interval(secs => $1) LIMIT 1";

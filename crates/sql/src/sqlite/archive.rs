@@ -34,6 +34,7 @@ use self::{
 pub(super) use self::{
     file::{archive_file, set_aside},
     load::Loader,
+    sql::STATE,
 };
 use super::{
     append::SET_FACT,

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
 use super::{
-    archive::archive_file,
+    archive::{self, archive_file},
     integrity::{find_damage, unreadable},
     read,
     view::{SqliteView, has_wal, may_be_immutable},
@@ -118,9 +118,6 @@ async fn open_archive(
     depth: Depth,
     limit: usize,
 ) -> Result<Option<(Option<SqliteConnection>, StoredArchive)>> {
-    const FACTS: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
-        (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
-        (SELECT value FROM meta WHERE name = 'rows')";
     let options = SqliteConnectOptions::new().filename(file).read_only(true).immutable(may_be_immutable(file));
     let mut connection = options.disable_statement_logging().connect().await.map_err(unreadable)?;
     sqlx::raw_sql("BEGIN; SELECT 1 FROM sqlite_master").execute(&mut connection).await.map_err(unreadable)?;
@@ -129,7 +126,7 @@ async fn open_archive(
         return Ok(Some((None, StoredArchive { damage, ..StoredArchive::default() })));
     }
     type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
-    let (first, copied, bytes, rows): Facts = match sqlx::query_as(FACTS).fetch_one(&mut connection).await {
+    let (first, copied, bytes, rows): Facts = match sqlx::query_as(archive::STATE).fetch_one(&mut connection).await {
         // It was just created.
         Err(sqlx::Error::Database(error)) if error.message().contains("no such table") => return Ok(None),
         facts => facts.map_err(unreadable)?,

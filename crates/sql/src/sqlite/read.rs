@@ -15,7 +15,7 @@ use crate::rows::{
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Error, Meta, Page, Result, Size, Visit, WithPrev},
+    log::{Error, Meta, Page, Result, Size, Table, Visit, WithPrev},
     types::{Change, KeyRange, Revision, RowId},
 };
 
@@ -191,7 +191,7 @@ async fn page_rows(
     prev: WithPrev,
 ) -> Result<Vec<PageRow>> {
     let range = SqlRange::of(range);
-    let mut rows = sqlx::query(table.changes_sql(prev))
+    let mut rows = sqlx::query(changes_sql(table, prev))
         .bind(from)
         .bind(to)
         .bind(range.start)
@@ -224,13 +224,6 @@ pub(super) async fn replay_rows(connection: &mut SqliteConnection, (id, sub): (i
     Ok(rows::replay_rows(longest.fetch_one(connection).await?))
 }
 
-/// The two tables of rows.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Table {
-    First,
-    More,
-}
-
 /// `$sub` is the expression for the number of a change in its revision.
 macro_rules! changes_sql {
     ($table:literal, $sub:literal, $more_columns:literal, $join:literal) => {
@@ -258,14 +251,12 @@ macro_rules! changes_sql {
     };
 }
 
-impl Table {
-    fn changes_sql(self, prev: WithPrev) -> &'static str {
-        match (self, prev) {
-            (Self::First, WithPrev::No) => changes_sql!("kv_log", "0", "", ""),
-            (Self::More, WithPrev::No) => changes_sql!("kv_log_more", "r.sub", "", ""),
-            (Self::First, WithPrev::Yes) => changes_sql!("kv_log", "0", prev),
-            (Self::More, WithPrev::Yes) => changes_sql!("kv_log_more", "r.sub", prev),
-        }
+fn changes_sql(table: Table, prev: WithPrev) -> &'static str {
+    match (table, prev) {
+        (Table::First, WithPrev::No) => changes_sql!("kv_log", "0", "", ""),
+        (Table::More, WithPrev::No) => changes_sql!("kv_log_more", "r.sub", "", ""),
+        (Table::First, WithPrev::Yes) => changes_sql!("kv_log", "0", prev),
+        (Table::More, WithPrev::Yes) => changes_sql!("kv_log_more", "r.sub", prev),
     }
 }
 

@@ -5,10 +5,10 @@ use std::path::Path;
 use sqlx::Connection as _;
 
 use super::{SqliteLog, view::SqliteView};
-use crate::migrations::{self, is_older};
-
-const IS_USED: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
-    OR EXISTS (SELECT 1 FROM lease)";
+use crate::{
+    migrations::{self, is_older},
+    rows::HAS_ROWS,
+};
 
 impl SqliteLog {
     /// Returns whether an older version of Orlop has written rows or leases to the file, whose schema [`SqliteLog::open`]
@@ -19,7 +19,7 @@ impl SqliteLog {
         let Ok(view) = SqliteView::of_database(file).await else { return false };
         let mut connection = view.connection.into_inner();
         let is_used = is_older(view.schema, &migrations::sqlite())
-            && sqlx::query_scalar(IS_USED).fetch_one(&mut connection).await.unwrap_or(false);
+            && sqlx::query_scalar(HAS_ROWS).fetch_one(&mut connection).await.unwrap_or(false);
         // A connection that is only dropped is closed later, while the log opens the same file.
         let _ = connection.close().await;
         is_used

@@ -13,10 +13,9 @@ use crate::{
     overload::{ListPermit, Steps},
     store::{
         error::{Error, Result},
-        handle::RETRY_PAUSE,
         request::Projection,
         select::Selected,
-        shared::{Shared, WAIT_MAX},
+        shared::{RETRY_PAUSE, Shared, WAIT_MAX},
     },
     types::{EncodedKv, Revision, RowId},
 };

@@ -17,7 +17,7 @@ pub(super) const KNOWN: &str = "SELECT (SELECT value FROM meta WHERE name = 'clu
 /// In the log: the newest compaction that was copied. An archive that does not know it is older than the log.
 pub(super) const ARCHIVED_FACT: &str = "archived_revision";
 pub(super) const READ_FACT: &str = "SELECT value FROM meta WHERE name = ?";
-pub(super) const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
+pub(in crate::sqlite) const STATE: &str = "SELECT (SELECT value FROM meta WHERE name = 'first_revision'), \
     (SELECT value FROM meta WHERE name = 'copied_revision'), (SELECT value FROM meta WHERE name = 'bytes'), \
     (SELECT value FROM meta WHERE name = 'rows')";
 /// [`NOTE_TIME`] is not synced, and the connection stays in this mode. Rows are deleted from the log after others are.
