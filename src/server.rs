@@ -116,7 +116,7 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let starting = Starting::default();
     listeners.serve_probes(&settings, &starting, &stopping, &mut servers);
     let progress = Arc::clone(&starting.progress);
-    let opening = open_store(&settings, advertised_urls(&settings, &listeners.clients), metrics, keep, progress);
+    let opening = open_store(&settings, advertised_urls(role, &settings, &listeners.clients), metrics, keep, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let store = Arc::new(store?);
     let _watching = start_watchdog(&store)?;
@@ -353,10 +353,12 @@ fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &A
     }
 }
 
-fn advertised_urls(settings: &Settings, listeners: &[Listener]) -> Vec<String> {
-    match settings.advertise_client_urls.0.as_slice() {
-        [] => listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect(),
-        urls => urls.iter().map(ToString::to_string).collect(),
+/// Returns the URLs for clients of all instances. A member without URLs leads only if there is no other one.
+fn advertised_urls(role: Role, settings: &Settings, listeners: &[Listener]) -> Vec<String> {
+    match (role, settings.advertise_client_urls.0.as_slice()) {
+        (Role::Local, _) => Vec::new(),
+        (Role::Server, []) => listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect(),
+        (Role::Server, urls) => urls.iter().map(ToString::to_string).collect(),
     }
 }
 

@@ -22,12 +22,18 @@ use tokio::{
 };
 use tonic::{Code, Status, Streaming};
 
-use super::{Result, time::Point};
+use super::{
+    Result,
+    time::{Point, now_ms},
+};
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
     datastore, server,
     text::shown_time,
 };
+
+/// Time by which the clocks of two machines may differ.
+const CLOCK_DIFFERENCE_MAX_MS: i64 = 60_000;
 
 /// The flags for the store of a command.
 #[derive(Debug, clap::Args)]
@@ -150,6 +156,14 @@ impl Source {
         Ok(self.server.connect().await?)
     }
 
+    /// Replaces the token, if the flags name a user.
+    pub(super) async fn log_in_again(&self) -> Result<()> {
+        if let Some(client) = self.server.log_in_again(&self.client()).await? {
+            *self.client.lock() = client;
+        }
+        Ok(())
+    }
+
     /// Ends the server in this process, if there is one.
     pub(super) async fn close(self) -> Result<()> {
         drop(self.client);
@@ -167,6 +181,7 @@ impl Source {
     /// Returns the revision of a point in time, which exists and can be read. The error is [`TooEarly`] if it is a time
     /// before the first one that was recorded.
     pub(super) async fn revision_at(&self, point: Point) -> Result<i64> {
+        check_not_future(point)?;
         let state = self.state().await?;
         let Some(unix_ms) = point.unix_ms() else {
             let Point::Revision(revision) = point else { return Ok(state.revision) };
@@ -254,23 +269,39 @@ pub(super) fn failed(status: &Status) -> String {
     describe(status)
 }
 
+/// Refuses a time in the future: most likely it is a local time, and means an earlier one.
+fn check_not_future(point: Point) -> Result<()> {
+    let Point::UnixMs(unix_ms) = point else { return Ok(()) };
+    let now_ms = now_ms();
+    if unix_ms <= now_ms + CLOCK_DIFFERENCE_MAX_MS {
+        return Ok(());
+    }
+    let (time, now) = (shown_time(unix_ms), shown_time(now_ms));
+    Err(format!("{time} is in the future; times are in UTC, now is {now}").into())
+}
+
 fn check_readable(state: &HistoryStateResponse, revision: i64) -> Result<()> {
     if revision > state.revision {
         return Err(format!("revision {revision} does not exist; the newest one is {}", state.revision).into());
     }
     if revision < state.first_revision {
-        let hint = if state.retention_seconds == 0 {
-            "; the server keeps compacted rows if it runs with --history-retention"
-        } else {
-            ""
-        };
         return Err(format!(
-            "revision {revision} is older than the history, which begins at revision {}{hint}",
-            state.first_revision
+            "revision {revision} is older than the history, which begins at revision {}{}",
+            state.first_revision,
+            retention_hint(state)
         )
         .into());
     }
     Ok(())
+}
+
+/// Returns the end of an error about missing rows, which names the remedy.
+pub(super) fn retention_hint(state: &HistoryStateResponse) -> &'static str {
+    if state.retention_seconds == 0 {
+        "; the server keeps compacted rows if it runs with --history-retention"
+    } else {
+        ""
+    }
 }
 
 fn too_early(unix_ms: i64, first: Option<HistoryMoment>) -> String {

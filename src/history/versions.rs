@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{
     Ending, Format, Result,
     selection::Selection,
-    source::{Source, SourceFlags, TooEarly, failed},
+    source::{Source, SourceFlags, TooEarly, failed, retention_hint},
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
@@ -162,26 +162,17 @@ impl Printer<'_> {
 
     /// Prints the versions in [from, to] as long as there is a reader. Returns the number of versions.
     async fn print_past(&mut self, from_revision: i64, to_revision: i64) -> Result<(usize, Reader)> {
-        let (key, range_end) = self.args.selection.range();
-        let mut request = HistoryChangesRequest {
-            key: key.into(),
-            range_end: range_end.into(),
-            from_revision,
-            to_revision,
-            newest_first: false,
-            limit: 0,
-        };
+        let request = self.changes_request(from_revision, to_revision);
         let oldest = self.oldest(from_revision).await?;
-        let mut found = 0;
         if let Some(limit) = self.args.limit {
-            (request.newest_first, request.limit) = (true, i64::from(limit));
             let mut newest = Vec::new();
+            let request = HistoryChangesRequest { newest_first: true, limit: i64::from(limit), ..request };
             let mut stream = self.source.changes(request).await?;
             while let Some(page) = stream.message().await.map_err(|status| failed(&status))? {
                 newest.extend(page.changes);
             }
             newest.extend(oldest.filter(|_| newest.len() < limit as usize));
-            found = newest.len();
+            let found = newest.len();
             for change in newest.into_iter().rev() {
                 if self.print(change).await? == Reader::Gone {
                     return Ok((found, Reader::Gone));
@@ -189,12 +180,33 @@ impl Printer<'_> {
             }
             return Ok((found, Reader::Present));
         }
+        let mut found = 0;
         if let Some(oldest) = oldest {
             found += 1;
             if self.print(oldest).await? == Reader::Gone {
                 return Ok((found, Reader::Gone));
             }
         }
+        let (changes, reader) = self.print_changes(request).await?;
+        Ok((found + changes, reader))
+    }
+
+    /// Returns the request for the changes in [from, to].
+    fn changes_request(&self, from_revision: i64, to_revision: i64) -> HistoryChangesRequest {
+        let (key, range_end) = self.args.selection.range();
+        HistoryChangesRequest {
+            key: key.into(),
+            range_end: range_end.into(),
+            from_revision,
+            to_revision,
+            newest_first: false,
+            limit: 0,
+        }
+    }
+
+    /// Prints changes as long as there is a reader. Returns the number of versions.
+    async fn print_changes(&mut self, request: HistoryChangesRequest) -> Result<(usize, Reader)> {
+        let mut found = 0;
         let mut stream = self.source.changes(request).await?;
         while let Some(page) = stream.message().await.map_err(|status| failed(&status))? {
             for change in page.changes {
@@ -207,9 +219,39 @@ impl Printer<'_> {
         Ok((found, Reader::Present))
     }
 
-    /// Prints new versions until the server ends or the reader of the output is gone. A reader that is gone is noticed when the
-    /// next version is printed. Returns the number of versions.
-    async fn follow(&mut self, start_revision: i64) -> Result<usize> {
+    /// Prints new versions until the server ends or the reader of the output is gone. If the output is read so slowly that a
+    /// compaction overtakes the watch, prints the versions meanwhile from the history. Returns the number of versions.
+    async fn follow(&mut self, mut start_revision: i64) -> Result<usize> {
+        let mut found = 0;
+        loop {
+            let (watched, overtaken) = self.watch(start_revision).await?;
+            found += watched;
+            let Some(from_revision) = overtaken else { return Ok(found) };
+            // The token may have expired meanwhile.
+            self.source.log_in_again().await?;
+            let state = self.source.state().await?;
+            if from_revision < state.first_revision {
+                return Err(format!(
+                    "revisions {from_revision} to {} were compacted meanwhile, and their versions are not known{}",
+                    state.first_revision - 1,
+                    retention_hint(&state)
+                )
+                .into());
+            }
+            let request = self.changes_request(from_revision, state.revision);
+            let (changes, reader) = self.print_changes(request).await?;
+            found += changes;
+            if reader == Reader::Gone {
+                return Ok(found);
+            }
+            start_revision = state.revision + 1;
+        }
+    }
+
+    /// Prints new versions until the server ends, the reader of the output is gone, or a compaction overtakes the watch. A
+    /// reader that is gone is noticed when the next version is printed. Returns the number of versions and, after a
+    /// compaction, the first revision that was not printed.
+    async fn watch(&mut self, start_revision: i64) -> Result<(usize, Option<i64>)> {
         let (key, range_end) = self.args.selection.range();
         let create =
             WatchCreateRequest { key: key.into(), range_end: range_end.into(), start_revision, ..Default::default() };
@@ -218,8 +260,11 @@ impl Printer<'_> {
         // The request stream stays open, because its end ends the watch.
         let requests = tokio_stream::StreamExt::chain(tokio_stream::once(create), tokio_stream::pending());
         let mut events = watch.watch(requests).await.map_err(|status| describe(&status))?.into_inner();
-        let mut found = 0;
+        let (mut found, mut next_revision) = (0, start_revision);
         while let Some(answer) = events.message().await.map_err(|status| describe(&status))? {
+            if answer.canceled && answer.compact_revision > 0 {
+                return Ok((found, Some(next_revision)));
+            }
             if answer.canceled {
                 return Err(format!("the server has ended the watch: {}", answer.cancel_reason).into());
             }
@@ -227,14 +272,15 @@ impl Printer<'_> {
                 let deleted = event.r#type() == EventType::Delete;
                 // It may have been written some time ago, as after a pause of the network.
                 let unix_ms = super::time::now_ms();
+                next_revision = event.kv.as_ref().map_or(next_revision, |pair| pair.mod_revision + 1);
                 let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: true };
                 found += 1;
                 if self.print(change).await? == Reader::Gone {
-                    return Ok(found);
+                    return Ok((found, None));
                 }
             }
         }
-        Ok(found)
+        Ok((found, None))
     }
 
     async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {

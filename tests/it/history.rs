@@ -255,6 +255,12 @@ async fn oldest_rows_are_deleted_above_the_limit(backend: Backend) {
     assert_eq!(refused.code(), Code::OutOfRange);
 }
 
+/// Returns the newest revision that was recorded at or before a time, and whether later ones may be that old.
+async fn revision_at(client: &mut Client, unix_ms: i64) -> (Option<i64>, bool) {
+    let found = client.history.moment(HistoryMomentRequest { unix_ms }).await.expect("an answer").into_inner();
+    (found.moment.map(|moment| moment.revision), found.may_lack_revisions)
+}
+
 /// Returns the time of a change of `a`; 0: not known exactly.
 async fn time_of(client: &Client, revision: i64) -> i64 {
     changes(&mut client.clone(), changes_of((b"a", b""), revision, revision)).await.expect("changes").1[0]
@@ -349,18 +355,13 @@ async fn time_at_which_nobody_recorded_times_is_uncertain(backend: Backend) {
     server.restart_with(&[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     put(&mut client, &mut model, "a", "untimed").await;
-    let found = async |client: &Client, unix_ms| {
-        let found =
-            client.history.clone().moment(HistoryMomentRequest { unix_ms }).await.expect("a moment").into_inner();
-        (found.moment.map(|moment| moment.revision), found.may_lack_revisions)
-    };
-    assert_eq!(found(&client, begin + 3_600_000).await, (Some(first), true));
+    assert_eq!(revision_at(&mut client, begin + 3_600_000).await, (Some(first), true));
     assert!(server.terminate().await.success());
     server.restart_with(&KEEP).await;
     let mut client = Client::connect(server.endpoint()).await;
     let end = put_until_recorded(&mut client, &mut model).await;
-    assert_eq!(found(&client, begin + 1).await, (Some(first), true));
-    assert_eq!(found(&client, end).await, (Some(model.head()), false));
+    assert_eq!(revision_at(&mut client, begin + 1).await, (Some(first), true));
+    assert_eq!(revision_at(&mut client, end).await, (Some(model.head()), false));
 }
 
 async fn revisions_have_times(backend: Backend) {

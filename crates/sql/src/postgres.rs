@@ -193,7 +193,8 @@ const LEASES: &str = "SELECT id, ttl, secs_left FROM orlop_leases($1, $2)";
 const HEARTBEAT: &str = "SELECT orlop_beat($1, $2, $3, $4)";
 const DEREGISTER: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
 const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
-    WHERE beat > clock_timestamp() - make_interval(secs => $1) ORDER BY started, id";
+    WHERE beat > clock_timestamp() - make_interval(secs => $1) \
+    ORDER BY cardinality(client_urls) = 0, started, id";
 
 #[async_trait]
 impl History for PostgresLog {

@@ -193,6 +193,7 @@ async fn invalid_arguments_are_refused(backend: Backend) {
         (&["get", ""], empty),
         (&["history", ""], empty),
         (&["rewind", "/a/1", "--to", "7"], &["revision 7 does not exist"]),
+        (&["rewind", "/a/1", "--to", "2100-01-01"], &["2100-01-01T00:00:00Z is in the future; times are in UTC"]),
         (&["get", "/a", "--data-dir", "/nowhere"], &["/nowhere/orlop.db"]),
     ];
     for (arguments, texts) in table {

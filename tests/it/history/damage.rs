@@ -150,6 +150,25 @@ async fn archive_that_another_process_has_locked_is_not_replaced() {
     archive.close().await;
 }
 
+/// No time is recorded then. A rewind to the time could bring back the state before the put.
+#[tokio::test]
+async fn time_is_uncertain_while_another_process_has_locked_the_archive() {
+    let server = Server::orlop_with(Backend::Sqlite, &KEEP).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put_until_recorded(&mut client, &mut model).await;
+    let recorded = model.head();
+    let options = SqliteConnectOptions::new().filename(server.data_dir().join("orlop.db-archive"));
+    let mut other = options.connect().await.expect("the archive opens");
+    other.execute("BEGIN IMMEDIATE").await.expect("the lock is free");
+    put(&mut client, &mut model, "a", "not recorded").await;
+    let written_by = clock::unix_ms(clock::now());
+    assert_eq!(revision_at(&mut client, written_by).await, (Some(recorded), true));
+    other.execute("ROLLBACK").await.expect("the lock is released");
+    let end = put_until_recorded(&mut client, &mut model).await;
+    assert_eq!(revision_at(&mut client, end).await, (Some(model.head()), false));
+}
+
 #[tokio::test]
 async fn empty_archive_begins_again() {
     let (mut server, mut model, archive) = stopped().await;

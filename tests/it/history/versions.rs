@@ -3,7 +3,7 @@
 use std::{process::Stdio, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthEnableRequest, AuthRoleAddRequest, AuthUserAddRequest, AuthUserGrantRoleRequest,
+    AuthEnableRequest, AuthRoleAddRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, CompactionRequest,
 };
 use rustix::process::Signal;
 use tokio::{
@@ -11,7 +11,10 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::commands::{at, command, fill, put, without_times};
+use super::{
+    KEEP,
+    commands::{at, command, fill, put, without_times},
+};
 use crate::support::{Backend, Client, DEADLINE, Server, home, on_both_backends, send_signal};
 
 async fn oldest_readable_version_is_printed(backend: Backend) {
@@ -106,7 +109,51 @@ async fn interrupted_command_leaves_no_folder(backend: Backend) {
     }
 }
 
+/// The past is longer than a pipe holds, so the watch begins only after the output was read, and the compaction.
+async fn slow_reader_gets_all_versions_in_spite_of_a_compaction(backend: Backend) {
+    for flags in [&KEEP[..], &[]] {
+        let Some(server) = Server::orlop_with(backend, flags).await else { return };
+        let mut client = Client::connect(server.endpoint()).await;
+        for number in 0..30 {
+            put(&mut client, &format!("/big/{number}"), &"a line of text\n".repeat(1_400)).await;
+        }
+        let mut process = command(&["history", "/big/", "--follow", "--endpoints", server.endpoint()]);
+        let process = process.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = process.spawn().expect("orlop starts");
+        let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+        let mut revision = async || {
+            while let Some(line) = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line") {
+                if let Some(rest) = line.strip_prefix("revision ") {
+                    return rest.split(' ').next()?.parse::<i64>().ok();
+                }
+            }
+            None
+        };
+        assert_eq!(revision().await, Some(2));
+        for key in ["/big/late", "/other", "/big/late"] {
+            put(&mut client, key, "value").await;
+        }
+        client.kv.compact(CompactionRequest { revision: 34, physical: true }).await.expect("a compaction");
+        for expected in 3..=31 {
+            assert_eq!(revision().await, Some(expected));
+        }
+        if flags.is_empty() {
+            assert_eq!(revision().await, None);
+            let ended = timeout(DEADLINE, process.wait_with_output()).await.expect("in time").expect("an exit status");
+            let error = String::from_utf8_lossy(&ended.stderr);
+            let expected = "revisions 32 to 33 were compacted meanwhile, and their versions are not known";
+            assert!(ended.status.code() == Some(2) && error.contains(expected), "{error}");
+            assert!(error.contains("--history-retention"), "{error}");
+            continue;
+        }
+        assert_eq!((revision().await, revision().await), (Some(32), Some(34)));
+        put(&mut client, "/big/late", "another value").await;
+        assert_eq!(revision().await, Some(35));
+    }
+}
+
 on_both_backends!(
+    slow_reader_gets_all_versions_in_spite_of_a_compaction,
     oldest_readable_version_is_printed,
     time_before_the_recorded_ones_is_a_warning,
     expired_token_is_renewed,

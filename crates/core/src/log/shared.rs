@@ -12,6 +12,7 @@ use crate::types::{LeaseId, Revision};
 pub struct Member {
     pub id: u64,
     pub name: String,
+    /// Empty: a command that uses the database beside servers. Clients do not learn of it.
     pub client_urls: Vec<String>,
 }
 
@@ -53,7 +54,8 @@ pub trait SharedLog: Send + Sync {
     /// unless it has expired, and is durable when the call returns.
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>>;
 
-    /// Records that this instance is alive, and returns all live instances, including this one, the oldest first.
+    /// Records that this instance is alive, and returns all live instances, including this one: those that serve clients
+    /// before others, the oldest first.
     async fn beat(&self) -> Result<Vec<Member>>;
 }
 

@@ -23,21 +23,21 @@ impl Shared {
 }
 
 impl Store {
-    /// Returns the live members, refreshed from the database if it answers.
+    /// Returns the live members that serve clients, refreshed from the database if it answers.
     pub async fn members(&self) -> Vec<Member> {
         if let Some(log) = self.shared.log.shared()
             && let Err(error) = self.shared.beat(log).await
         {
             warn!(%error, "cannot read the members; returning the last known ones");
         }
-        self.shared.members.live()
+        self.shared.members.serving()
     }
 
-    /// Returns the live members as of the last heartbeat, and the time since then; `None` if no other instance can use
-    /// the log, so there are no heartbeats.
+    /// Returns the live members that serve clients, as of the last heartbeat, and the time since then; `None` if no other
+    /// instance can use the log, so there are no heartbeats.
     pub fn last_members(&self) -> (Vec<Member>, Option<Duration>) {
         let members = &self.shared.members;
-        (members.live(), self.shared.log.shared().map(|_| members.since_last_beat()))
+        (members.serving(), self.shared.log.shared().map(|_| members.since_last_beat()))
     }
 
     /// Returns whether this instance is cut off from a database that it shares with others: they may write what it does not

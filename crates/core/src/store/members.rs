@@ -19,7 +19,7 @@ pub(super) struct Members {
 }
 
 struct State {
-    /// Not empty; the oldest member first.
+    /// Not empty; in the order of [`SharedLog::beat`](crate::log::SharedLog::beat).
     live: Vec<Member>,
     last_beat: Instant,
 }
@@ -30,15 +30,16 @@ impl Members {
         Self { state: Mutex::new(state), own, is_cut_off: watch::Sender::new(false) }
     }
 
-    /// Returns the id of the leader, which is the oldest live member. Only the leader runs automatic compaction, and
-    /// it is the first to expire leases.
+    /// Returns the id of the leader, which is the oldest live member that serves clients. Only the leader runs automatic
+    /// compaction, and it is the first to expire leases.
     pub(super) fn leader(&self) -> u64 {
         self.state.lock().live.first().map_or(self.own.id, |member| member.id)
     }
 
-    /// Returns the live members as of the last heartbeat.
-    pub(super) fn live(&self) -> Vec<Member> {
-        self.state.lock().live.clone()
+    /// Returns the live members that serve clients, as of the last heartbeat.
+    pub(super) fn serving(&self) -> Vec<Member> {
+        let state = self.state.lock();
+        state.live.iter().filter(|member| !member.client_urls.is_empty()).cloned().collect()
     }
 
     /// Returns whether this instance is the leader.

@@ -83,11 +83,11 @@ impl Store {
 
     fn update_member_gauges(&self, own: u64) {
         let state = &self.metrics().state;
-        let live = self.shared.members.live();
-        state.instances.set(as_gauge(live.len()));
+        let serving = self.shared.members.serving();
+        state.instances.set(as_gauge(serving.len()));
         let own_id = format!("{own:x}");
         let others: Vec<String> =
-            live.iter().filter(|member| member.id != own).map(|member| format!("{:x}", member.id)).collect();
+            serving.iter().filter(|member| member.id != own).map(|member| format!("{:x}", member.id)).collect();
         state.known_peers.reset();
         others.iter().for_each(|other| state.known_peers.with_label_values(&[&own_id, other]).set(1));
         self.metrics().absent.set_peers(&others);

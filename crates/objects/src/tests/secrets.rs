@@ -29,6 +29,9 @@ fn secrets() -> Vec<Vec<u8>> {
         "kapp.k14s.io/original": json.to_string(),
         "kapp.k14s.io/original-diff": format!("- type: test\n  path: /data\n  value:\n    password: {base64}\n"),
     }}});
+    // The API server ignores the fields, and kubectl keeps them in the copy.
+    let misspelled = json!({"kind": "Secret", "stringdata": {"a": HIDDEN}, "Data": [base64], "StringData": HIDDEN});
+    let misspelled = json!({"kind": "Secret", "metadata": {"annotations": {copy: misspelled.to_string()}}});
     let raw = Envelope::of(&stored[4..]).raw.to_vec();
     let list_in_json = format!(r#"{{"items":[{json}],"n":1,"n":2}}"#);
     let types = encode(&[(1, b"v1"), (2, b"List")]);
@@ -50,6 +53,7 @@ fn secrets() -> Vec<Vec<u8>> {
         text(&odd),
         text(&odd_copy),
         text(&other_copy),
+        text(&misspelled),
         text(&listed),
         format!("\u{feff}{json}").into_bytes(),
         [text(&json), vec![0xff]].concat(),
@@ -143,7 +147,7 @@ fn masks_tell_the_length_and_changes() {
 #[test]
 fn change_of_a_masked_value_in_a_cut_line_is_shown() {
     let show = |password: &str| {
-        let copy = json!({"stringData": {"password": password}, "z": "x".repeat(300 << 10)}).to_string();
+        let copy = json!({"stringData": {"password": password}, "type": "x".repeat(300 << 10)}).to_string();
         let annotations = json!({"kubectl.kubernetes.io/last-applied-configuration": copy});
         let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"annotations": annotations}});
         Shown::of(secret.to_string().as_bytes(), Secrets::Mask)

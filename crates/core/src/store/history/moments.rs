@@ -1,6 +1,8 @@
 //! From times to revisions and back.
 
-use super::{HistoryKeeper, Keep, past::PastResult};
+use tokio::time::{Duration, Instant, sleep};
+
+use super::{GAP_MIN, HistoryKeeper, past::PastResult};
 use crate::{
     clock,
     log::{self, Archive, Moment, Time, Written},
@@ -8,26 +10,35 @@ use crate::{
     types::Revision,
 };
 
+/// Pause between two looks for a record that is expected.
+const RECORD_POLL_PAUSE: Duration = Duration::from_millis(100);
+
 /// The newest recorded moment at or before a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundMoment {
     pub moment: Moment,
-    /// Whether later revisions may have been written before the time, too, because nobody recorded times then.
+    /// Whether later revisions may have been written before the time, too, because nobody recorded times then, or since.
     pub may_lack_revisions: bool,
 }
 
 impl Store {
     /// Returns the newest recorded moment at or before a time in milliseconds since 1970; `None` if there is none.
+    /// Revisions that are not recorded yet may be as old as the time, so this waits for their record, up to 3 seconds.
     pub async fn moment_at(&self, unix_ms: i64) -> PastResult<Option<FoundMoment>> {
-        let Some(HistoryKeeper { archive, keep, .. }) = &self.shared.history else { return Ok(None) };
-        let Some(moment) = archive.moment_at(Time::UnixMs(unix_ms)).await? else { return Ok(None) };
-        let next = archive.times(&[moment.revision.next()]).await?.pop().flatten();
-        let may_lack_revisions = match (next, keep) {
-            (Some(next), _) => next.is_latest,
-            (None, Keep::Rows { .. }) => false,
-            (None, Keep::Nothing | Keep::AsBefore) => self.head() > moment.revision,
-        };
-        Ok(Some(FoundMoment { moment, may_lack_revisions }))
+        let Some(HistoryKeeper { archive, .. }) = &self.shared.history else { return Ok(None) };
+        self.confirm().await?;
+        // A record that comes later has a gap.
+        let (head, deadline) = (self.head(), Instant::now() + GAP_MIN);
+        loop {
+            let Some(moment) = archive.moment_at(Time::UnixMs(unix_ms)).await? else { return Ok(None) };
+            let next = archive.times(&[moment.revision.next()]).await?.pop().flatten();
+            let lacks_record = next.is_none() && head > moment.revision;
+            if !lacks_record || Instant::now() >= deadline {
+                let may_lack_revisions = lacks_record || next.is_some_and(|next| next.is_latest);
+                return Ok(Some(FoundMoment { moment, may_lack_revisions }));
+            }
+            sleep(RECORD_POLL_PAUSE).await;
+        }
     }
 }
 
