@@ -21,6 +21,7 @@ mod queue;
 mod slow_requests;
 mod snapshot;
 pub mod status;
+mod tasks;
 pub mod watch;
 
 use std::{sync::Arc, time::Duration};
@@ -111,6 +112,8 @@ struct Context {
     snapshots: Snapshots,
     snapshots_with_archive: Snapshots,
     slow_requests: Arc<SlowRequests>,
+    /// Permits for keep-alives beyond those that each stream has of its own.
+    more_keep_alives: Arc<Semaphore>,
     /// True once the server stops.
     stopping: watch_channel::Receiver<bool>,
 }
@@ -167,8 +170,8 @@ pub fn services(
     let slow_requests = Arc::<SlowRequests>::default();
     let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, &slow_requests, exporter)?;
     let exports = Arc::new(Semaphore::new(snapshot::EXPORTS_MAX));
-    let snapshots = Snapshots::new(&store, Content::Log, Arc::clone(&exports));
-    let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive, exports);
+    let snapshots = Snapshots::new(&store, Content::Log, Arc::clone(&exports), stopping.clone());
+    let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive, exports, stopping.clone());
     let context = Arc::new(Context {
         store,
         settings: Arc::new(settings),
@@ -176,6 +179,7 @@ pub fn services(
         snapshots,
         snapshots_with_archive,
         slow_requests,
+        more_keep_alives: Arc::new(Semaphore::new(lease::MORE_KEEP_ALIVES)),
         stopping,
     });
     let (reporter, health) = tonic_health::server::health_reporter();

@@ -4,12 +4,14 @@
 //! Settings have etcd's names. The flag `--max-txn-ops` is the key `max-txn-ops` in a file and the variable
 //! `ORLOP_MAX_TXN_OPS` or `ETCD_MAX_TXN_OPS`.
 
+mod advertised;
 mod auth_token;
 mod endpoint;
 mod etcd_only;
 mod file;
 mod flags;
 mod host_name;
+mod listen_url;
 mod origin;
 mod tls;
 mod values;
@@ -26,10 +28,11 @@ pub use self::{
     etcd_only::{Notices, deprecation, ignored_flag_definitions, with_two_dashes, without_empty_values},
     flags::{DatastoreFlags, Flags},
     host_name::HostName,
+    listen_url::{ListenUrl, Scheme},
     origin::Origin,
     values::{
-        AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, ListenUrl, LogFormat, MetricsDetail,
-        Retention, Scheme, Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
+        AutoCompactionMode, CipherSuite, Datastore, FileMode, Interval, List, LogFormat, MetricsDetail, Retention,
+        Secret, SelfSigned, Tls, TlsClients, TlsVersion, Urls,
     },
 };
 use self::{
@@ -238,6 +241,7 @@ impl Settings {
         let variables = std::env::vars_os().filter_map(|(name, text)| Some((name.into_string().ok()?, text)));
         let variables = Variables::read(variables)?;
         let mut figment = Self::defaults(&variables);
+        let default_urls: Urls = figment.extract_inner("listen-client-urls").map_err(|error| error.to_string())?;
         let mut of_file = Notices::default();
         let etcds_file = std::env::var_os("ETCD_CONFIG_FILE").filter(|file| !file.is_empty()).map(PathBuf::from);
         if let Some(file) = flags.datastore.config_file().or(etcds_file.as_deref()) {
@@ -247,7 +251,8 @@ impl Settings {
         }
         variables.check_flags(flags)?;
         let settings = Self::merge(figment, &variables, flags)?;
-        Ok((settings, Notices::merged(of_flags, of_file, variables.notices)))
+        let unspecified_urls = settings.unspecified_urls(&default_urls);
+        Ok((settings, Notices { unspecified_urls, ..Notices::merged(of_flags, of_file, variables.notices) }))
     }
 
     /// Builds settings from texts instead of a file and the environment, for fuzzing.
@@ -288,20 +293,14 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Returns `listen-address` as a URL. As in kine, the scheme may be absent; as in Go, an empty host means all
-    /// addresses.
+    /// Returns `listen-address` as a URL.
     fn kine_url(&self) -> Result<Option<ListenUrl>, String> {
         if self.listen_address.is_empty() {
             return Ok(None);
         }
-        let url = if self.listen_address.contains("://") {
-            self.listen_address.clone()
-        } else {
-            let scheme = if self.cert_file.as_os_str().is_empty() { "http" } else { "https" };
-            let host = if self.listen_address.starts_with(':') { "0.0.0.0" } else { "" };
-            format!("{scheme}://{host}{}", self.listen_address)
-        };
-        url.parse().map(Some).map_err(|error| format!("listen-address: {error}"))
+        let scheme = if self.cert_file.as_os_str().is_empty() { Scheme::Plain } else { Scheme::Tls };
+        let url = ListenUrl::of_kine(&self.listen_address, scheme);
+        url.map(Some).map_err(|error| format!("listen-address: {error}"))
     }
 
     fn check(&self) -> Result<(), String> {

@@ -10,6 +10,7 @@
 mod counters;
 mod figures;
 mod parts;
+mod sizes;
 mod source;
 
 pub(crate) use self::source::server_state;
@@ -20,5 +21,6 @@ pub use self::{
         KeyName, Lease, Leases, Member, Members, PairSizes, Phase, ServerState, Sized, Sizes, SlowRequest,
         SlowRequests, Snapshot, WatchedRange, Watchers,
     },
-    source::{BEING_COLLECTED, SizesReader, Source, Wanted},
+    sizes::SizesReader,
+    source::{BEING_COLLECTED, ONLY_ROOT, Source, Wanted},
 };

@@ -1,5 +1,6 @@
 //! The server's log: text, or JSON objects with etcd's names for level, time and message.
 
+mod limit;
 mod output;
 
 use std::{fmt, io::IsTerminal as _};
@@ -19,6 +20,7 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
+pub(crate) use self::limit::LogLimit;
 use self::output::Outputs;
 use crate::config::{LogFormat, Settings};
 

@@ -229,10 +229,10 @@ fn serve(flags: &Flags, of_flags: Notices) -> Outcome {
     outcome
 }
 
-/// Logs which settings have no effect or another name.
+/// Logs which settings have no effect or another name, or are of no use to clients.
 fn warn_of_settings(notices: &Notices) {
     if !notices.ignored.is_empty() {
-        warn!(flags = notices.ignored.join(", "), "ignoring flags of etcd that have no effect in Orlop");
+        warn!(settings = notices.ignored.join(", "), "ignoring settings of etcd that have no effect in Orlop");
     }
     for name in &notices.deprecated {
         warn!("{}", deprecation(name));
@@ -240,6 +240,13 @@ fn warn_of_settings(notices: &Notices) {
     for name in &notices.unrecognized {
         // etcd's message and field.
         warn!("environment-variable" = name, "unrecognized environment variable");
+    }
+    if !notices.unspecified_urls.is_empty() {
+        warn!(
+            urls = notices.unspecified_urls.join(","),
+            "clients that list the members get a URL that leads each of them to its own machine: set \
+             advertise-client-urls to a name or an address of this machine"
+        );
     }
 }
 

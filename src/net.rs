@@ -6,7 +6,6 @@
 
 mod authority;
 mod connection_limit;
-mod log_limit;
 mod remote;
 mod timeouts;
 pub mod tls;
@@ -35,7 +34,6 @@ use tracing::{debug, error, warn};
 
 use self::{
     authority::AuthorityRewriter,
-    log_limit::LogLimit,
     remote::{Client, WithClient},
     timeouts::TimedConnection,
 };
@@ -43,7 +41,10 @@ pub use self::{
     connection_limit::ConnectionLimit,
     remote::{CertificateUser, Remote, WithTls},
 };
-use crate::config::{FileMode, ListenUrl, Scheme};
+use crate::{
+    config::{FileMode, ListenUrl, Scheme},
+    logging::LogLimit,
+};
 use orlop_core::{
     overload::{Steps, paced},
     supervise::{catch_panics, vital},

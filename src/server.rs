@@ -1,38 +1,47 @@
-//! Puts the modules of a server together: opens the log and the store, binds listeners, serves, and drains.
+//! Puts the modules of a server together: opens the log and the store, binds addresses, serves, and drains.
 
+mod listeners;
 mod open;
 
-use std::{fmt, io::Write as _, num::NonZeroUsize, path::PathBuf, pin::pin, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    io::Write as _,
+    num::NonZeroUsize,
+    path::PathBuf,
+    pin::{Pin, pin},
+    sync::Arc,
+    time::Duration,
+};
 
-use hyper_util::service::TowerToHyperService;
 use tokio::{
     sync::watch,
     task::JoinSet,
     time::{sleep, timeout},
 };
-use tonic::service::Routes;
 use tracing::{info, warn};
 
 use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
-    config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls, Urls},
-    console::embedded::Page,
+    config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls},
     datastore::keep,
     http::{self, Access, Pprof, Starting},
-    net::{self, ConnectionLimit, Listener, tls},
+    net::{Listener, tls},
     snapshot::{Content, DatedFolder, Schedule},
     telemetry::{self, Exporter},
 };
 use orlop_core::{
     metrics::{self, Metrics},
-    overload::{PartialRequests, Steps},
+    overload::PartialRequests,
     store::{Keep, Store},
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
 
-use self::open::open_store;
+use self::{
+    listeners::{Listeners, urls},
+    open::open_store,
+};
 
 /// Maximum time for clients to finish their requests when the server stops.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
@@ -118,59 +127,103 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let progress = Arc::clone(&starting.progress);
     let opening = open_store(&settings, advertised_urls(role, &settings, &listeners.clients), metrics, keep, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
-    let store = Arc::new(store?);
-    let _watching = start_watchdog(&store)?;
-
-    if let Some(schedule) = snapshot_schedule(&settings) {
-        vital("the schedule of snapshots", schedule.run(Arc::clone(&store), stopping.clone()));
-    }
-    let exporter = exporter(&settings)?;
-    let partial_requests = Arc::<PartialRequests>::default();
-    let api_settings = api_settings(&settings, exporter.clone());
-    let max_message_bytes = api_settings.max_message_bytes();
-    let authenticator = authenticator(&settings, &store).await?;
-    let services =
-        api::services(Arc::clone(&store), api_settings, authenticator, Arc::clone(&partial_requests), stopping.clone())
-            .map_err(|error| Error(format!("cannot build the services: {error}")))?;
-    let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
-    let access = Access::new(&settings.cors.0, &settings.host_whitelist.0);
-    let endpoints = http::Settings { store: Arc::clone(&store), tls, pprof, access, max_message_bytes };
-    let has_http_urls = !listeners.http.is_empty();
-    let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
-        .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
-    log_start(&settings, &listeners, &store).await?;
-    starting.is_ready(http::probe_routes(&endpoints));
-    if role == Role::Server {
-        listeners.clients.iter().flat_map(|listener| &listener.urls).for_each(announce);
-    }
-    listeners.serve_console(&settings, &endpoints, &services, &stopping, &mut servers).map_err(Error)?;
-    listeners.serve(&settings, &endpoints, services.with(routes.main), routes.http, &stopping, &mut servers);
-    role.notify("READY=1");
-
-    let mut outcome = Ok(());
-    tokio::select! {
-        () = &mut shutdown => info!("shutting down"),
-        failure = store.failed() => outcome = Err(Error(format!(
-            "the history in the database differs from the history that this instance has read: {failure}"
-        ))),
-        Some(ended) = servers.join_next() => outcome = Err(Error(match ended {
-            Ok(()) => "a listener ended unexpectedly".to_owned(),
-            Err(error) => format!("a listener failed: {error}"),
-        })),
-    }
-    role.notify("STOPPING=1");
+    let mut server = Server { settings, role, store: Arc::new(store?), stopping, servers };
+    let serving = server.begin(listeners, tls, &starting).await;
+    let outcome = match &serving {
+        Ok(_) => server.run(shutdown).await,
+        Err(_) => Ok(()),
+    };
     stop.send_replace(true);
-    if timeout(DRAIN_MAX, async { while servers.join_next().await.is_some() {} }).await.is_err() {
-        warn!("some clients did not finish in time; closing their connections");
-        servers.shutdown().await;
-    }
-    store.stop().await;
-    if let Some(exporter) = exporter {
+    // Also after a start that failed: the log records what the next start needs, and deregisters this instance.
+    server.end().await;
+    if let Some(exporter) = serving?.exporter {
         // `finish` blocks its thread until tasks of this runtime have run.
         let _ = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }
     info!("stopped");
     outcome
+}
+
+/// A server whose store is open.
+struct Server {
+    settings: Settings,
+    role: Role,
+    store: Arc<Store>,
+    /// True once the server stops.
+    stopping: watch::Receiver<bool>,
+    /// The tasks that serve at addresses.
+    servers: JoinSet<()>,
+}
+
+/// What a server that serves clients has until its end.
+struct Serving {
+    _watching: Watching,
+    exporter: Option<Arc<Exporter>>,
+}
+
+impl Server {
+    /// Begins to serve clients.
+    async fn begin(
+        &mut self,
+        mut listeners: Listeners,
+        tls: Option<Arc<tls::Acceptor>>,
+        starting: &Starting,
+    ) -> Result<Serving, Error> {
+        let Self { settings, role, store, stopping, servers } = self;
+        let watching = start_watchdog(store)?;
+        if let Some(schedule) = snapshot_schedule(settings) {
+            vital("the schedule of snapshots", schedule.run(Arc::clone(store), stopping.clone()));
+        }
+        let exporter = exporter(settings)?;
+        let partial_requests = Arc::<PartialRequests>::default();
+        let api_settings = api_settings(settings, exporter.clone());
+        let max_message_bytes = api_settings.max_message_bytes();
+        let authenticator = authenticator(settings, store).await?;
+        let partial = Arc::clone(&partial_requests);
+        let services = api::services(Arc::clone(store), api_settings, authenticator, partial, stopping.clone())
+            .map_err(|error| Error(format!("cannot build the services: {error}")))?;
+        let pprof = if settings.enable_pprof { Pprof::Served } else { Pprof::Absent };
+        let access = Access::new(&settings.cors.0, &settings.host_whitelist.0);
+        let endpoints = http::Settings { store: Arc::clone(store), tls, pprof, access, max_message_bytes };
+        let has_http_urls = !listeners.http.is_empty();
+        let routes = http::routes(services.routes(), &endpoints, partial_requests, has_http_urls)
+            .map_err(|error| Error(format!("cannot build the JSON gateway: {error}")))?;
+        log_start(settings, &listeners, store).await?;
+        starting.is_ready(http::probe_routes(&endpoints));
+        if *role == Role::Server {
+            listeners.clients.iter().flat_map(|listener| &listener.urls).for_each(announce);
+        }
+        listeners.serve_console(settings, &endpoints, &services, stopping, servers).map_err(Error)?;
+        listeners.serve(settings, &endpoints, services.with(routes.main), routes.http, stopping, servers);
+        role.notify("READY=1");
+        Ok(Serving { _watching: watching, exporter })
+    }
+
+    /// Serves until `shutdown` completes or the server cannot go on.
+    async fn run(&mut self, shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
+        let mut outcome = Ok(());
+        tokio::select! {
+            () = shutdown => info!("shutting down"),
+            failure = self.store.failed() => outcome = Err(Error(format!(
+                "the history in the database differs from the history that this instance has read: {failure}"
+            ))),
+            Some(ended) = self.servers.join_next() => outcome = Err(Error(match ended {
+                Ok(()) => "a listener ended unexpectedly".to_owned(),
+                Err(error) => format!("a listener failed: {error}"),
+            })),
+        }
+        self.role.notify("STOPPING=1");
+        outcome
+    }
+
+    /// Lets clients finish their requests for a while, and closes the log.
+    async fn end(mut self) {
+        if timeout(DRAIN_MAX, async { while self.servers.join_next().await.is_some() {} }).await.is_err() {
+            warn!("some clients did not finish in time; closing their connections");
+            self.servers.shutdown().await;
+        }
+        self.store.stop().await;
+    }
 }
 
 /// Checks that a server with these settings can listen: its certificates can be read and its addresses bound.
@@ -251,105 +304,6 @@ fn notify_service_manager(state: &str) {
     let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
     if let Err(error) = sent {
         warn!(%error, state, "cannot notify the service manager");
-    }
-}
-
-/// The bound addresses.
-struct Listeners {
-    /// gRPC, and HTTP unless `http` has addresses.
-    clients: Vec<Listener>,
-    http: Vec<Listener>,
-    metrics: Vec<Listener>,
-    metrics_urls: String,
-    /// The web page.
-    console: Vec<Listener>,
-}
-
-impl Listeners {
-    async fn bind(settings: &Settings, tls: Option<&Arc<tls::Acceptor>>) -> Result<Self, String> {
-        let bind = async |urls: &Urls| Listener::bind_all(&urls.0, tls, settings.unix_socket_mode).await;
-        let metrics = bind(&settings.listen_metrics_urls).await?;
-        Ok(Self {
-            clients: bind(&settings.listen_client_urls).await?,
-            http: bind(&settings.listen_client_http_urls).await?,
-            metrics_urls: urls(&metrics),
-            metrics,
-            console: bind(&settings.console_listen_url).await?,
-        })
-    }
-
-    /// Serves the web page at its addresses, if there are any, until `stopping` becomes true.
-    fn serve_console(
-        &mut self,
-        settings: &Settings,
-        endpoints: &http::Settings,
-        services: &api::Router,
-        stopping: &watch::Receiver<bool>,
-        servers: &mut JoinSet<()>,
-    ) -> Result<(), String> {
-        let listeners = std::mem::take(&mut self.console);
-        let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
-        let services = services.clone().with(http::console_routes(services.routes(), endpoints));
-        let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
-        let settings = connections(settings, ConnectionLimit::for_pages(), endpoints.store.steps());
-        page.serve(listeners, &settings, stopping, servers)
-    }
-
-    /// Serves at all other addresses until `stopping` becomes true.
-    fn serve(
-        self,
-        settings: &Settings,
-        endpoints: &http::Settings,
-        services: api::Router,
-        http: Routes,
-        stopping: &watch::Receiver<bool>,
-        servers: &mut JoinSet<()>,
-    ) {
-        let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps());
-        for listener in self.clients {
-            servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
-        }
-        for listener in self.http {
-            let service = TowerToHyperService::new(http.clone());
-            servers.spawn(listener.serve(service, clients.clone(), stopping.clone()));
-        }
-    }
-
-    /// Serves probes and metrics at their addresses, from the beginning of a start on, until `stopping` becomes true.
-    fn serve_probes(
-        &mut self,
-        settings: &Settings,
-        starting: &Starting,
-        stopping: &watch::Receiver<bool>,
-        servers: &mut JoinSet<()>,
-    ) {
-        // Probes have a separate queue, so that the load of clients does not delay them.
-        let (probe_steps, grant_steps) = Steps::new();
-        vital("the step scheduler for probes", grant_steps);
-        for listener in std::mem::take(&mut self.metrics) {
-            let probes = connections(settings, ConnectionLimit::for_metrics(), &probe_steps);
-            let service = TowerToHyperService::new(starting.routes());
-            servers.spawn(listener.serve(service, probes, stopping.clone()));
-        }
-    }
-}
-
-fn urls(listeners: &[Listener]) -> String {
-    let urls: Vec<String> = listeners.iter().flat_map(|listener| &listener.urls).map(ToString::to_string).collect();
-    urls.join(",")
-}
-
-fn connections(settings: &Settings, connection_limit: ConnectionLimit, steps: &Arc<Steps>) -> net::Settings {
-    net::Settings {
-        // As in etcd, 0 means no limit.
-        max_concurrent_streams: match settings.max_concurrent_streams {
-            0 => u32::MAX,
-            count => count,
-        },
-        keepalive_interval: settings.grpc_keepalive_interval.0,
-        keepalive_timeout: settings.grpc_keepalive_timeout.0,
-        connection_limit,
-        steps: Arc::clone(steps),
     }
 }
 

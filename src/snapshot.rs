@@ -125,9 +125,16 @@ pub struct Status {
     pub version: String,
 }
 
-/// Opens and verifies a snapshot, or the data directory of an etcd that has stopped; `None` if the file is a SQLite
-/// database.
-fn open(file: &Path, check: HashCheck, content: Content) -> Result<Option<Import>> {
+/// A file that was opened and verified.
+enum Opened {
+    Etcd(Box<Import>),
+    Sqlite,
+    /// A SQLite database without the checksum that was to be verified.
+    BareSqlite,
+}
+
+/// Opens and verifies a snapshot, or the data directory of an etcd that has stopped.
+fn open(file: &Path, check: HashCheck, content: Content) -> Result<Opened> {
     let data_dir = DataDir::of(file)?;
     let (file, check) = match &data_dir {
         Some(data_dir) if file.is_dir() => (data_dir.database(), HashCheck::Skip),
@@ -135,8 +142,10 @@ fn open(file: &Path, check: HashCheck, content: Content) -> Result<Option<Import
     };
     let (form, bytes) = checksum::examine(&file, check)?;
     let verify = || if check == HashCheck::Verify { checksum::verify(&file) } else { Ok(()) };
-    if form == Form::Sqlite {
-        return verify().map(|()| None);
+    match form {
+        Form::Etcd => {}
+        Form::Sqlite => return verify().map(|()| Opened::Sqlite),
+        Form::BareSqlite => return Ok(Opened::BareSqlite),
     }
     // Both read the whole file, so they run at the same time. The checksum explains other errors.
     let (verified, import) = std::thread::scope(|scope| {
@@ -149,7 +158,7 @@ fn open(file: &Path, check: HashCheck, content: Content) -> Result<Option<Import
     if let Some(data_dir) = data_dir {
         data_dir.refuse_unapplied(import.facts())?;
     }
-    Ok(Some(import))
+    Ok(Opened::Etcd(Box::new(import)))
 }
 
 /// Reads and verifies a snapshot.
@@ -158,14 +167,20 @@ fn open(file: &Path, check: HashCheck, content: Content) -> Result<Option<Import
 ///
 /// If the file is incomplete, not a snapshot, or damaged.
 pub fn status(file: &Path, check: HashCheck) -> Result<Status> {
-    match open(file, check, Content::LogAndArchive)? {
-        Some(import) => Ok(import.status()),
-        None => Err(Error::File(format!(
-            "{} is a SQLite database, the form of snapshots of Orlop 0.2.0 and before: `orlop snapshot restore` accepts \
-             it, and `orlop check` reports its content",
-            file.display()
-        ))),
-    }
+    let name = file.display();
+    let refused = match open(file, check, Content::LogAndArchive)? {
+        Opened::Etcd(import) => return Ok(import.status()),
+        Opened::Sqlite => format!(
+            "{name} is a SQLite database, the form of snapshots of Orlop 0.2.0 and before: `orlop snapshot restore` \
+             accepts it, and `orlop check` reports its content"
+        ),
+        Opened::BareSqlite => format!(
+            "{name} is a SQLite database without a checksum, such as that of a server: \
+             `orlop check --datastore-endpoint sqlite://{name}` reports its content, and `orlop snapshot restore` accepts \
+             a copy of a database of Orlop with --skip-hash-check"
+        ),
+    };
+    Err(Error::File(refused))
 }
 
 /// What was restored.
@@ -216,14 +231,23 @@ pub async fn restore<E: From<Error> + From<log::Error>>(
         Purpose::Copy => None,
     };
     match on_blocking_thread(move || open(&path, check, content)).await? {
-        Some(import) if purpose == Purpose::Copy && import.is_raised() => Err(Error::File(IS_RAISED.to_owned()).into()),
-        Some(import) => import.load(bump, create).await,
-        None if bump.is_some() => Err(Error::File(format!(
+        Opened::Etcd(import) if purpose == Purpose::Copy && import.is_raised() => {
+            Err(Error::File(IS_RAISED.to_owned()).into())
+        }
+        Opened::Etcd(import) => import.load(bump, create).await,
+        Opened::BareSqlite => {
+            // The database of another program is refused in any case.
+            if let Err(error @ log::Error::Open(_)) = SqliteView::of_file(file).await {
+                return Err(error.into());
+            }
+            Err(checksum::missing(file).into())
+        }
+        Opened::Sqlite if bump.is_some() => Err(Error::File(format!(
             "{} is a SQLite database, whose revisions cannot be raised with --bump-revision",
             file.display()
         ))
         .into()),
-        None => {
+        Opened::Sqlite => {
             let database = open_sqlite(file).await?;
             let head = copy(&database, create.await?).await?;
             Ok(Restored { head, history: RestoredHistory::None })

@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use futures_util::stream;
 use tonic::{Request, Response, Status};
 
 use super::{
     Context, Responses,
-    queue::{Queue, Watch, oldest_entry, prefix, remove_entry, to_unknown, txn_if_create_revision},
+    queue::{Queue, Watch, created_at, oldest_entry, prefix, remove_if, to_unknown, txn_if},
+    tasks::unfold,
 };
 use orlop_core::{
     auth::Caller,
@@ -24,6 +24,8 @@ use orlop_wire::proto::server::{
     },
 };
 
+const NOT_LEADER: &str = "election: not leader";
+
 /// The Election service.
 pub(super) struct ElectionService(pub(super) Arc<Context>);
 
@@ -32,18 +34,11 @@ impl ElectionService {
         let caller = self.0.caller_of(&request).await?;
         let request = request.into_inner();
         let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
-        let entry = queue.enter(request.value.clone()).await?;
-        let leader =
-            LeaderKey { name: request.name, key: entry.key.clone(), rev: entry.create_revision, lease: queue.lease() };
-        // The caller is already in the queue, with another value.
-        if entry.existing_value.as_ref().is_some_and(|value| *value != request.value)
-            && let Err(status) = self.proclaim(&caller, &leader, request.value).await
-        {
-            remove_entry(&self.0, &caller, &entry.key, entry.create_revision).await?;
-            return Err(status);
-        }
-        let (_, removal) = queue.wait(&entry).await?;
+        let (entry, removal) = queue.enter(request.value).await?;
+        queue.wait(&entry).await?;
+        queue.check(&entry, NOT_LEADER).await?;
         removal.cancel();
+        let leader = LeaderKey { name: request.name, key: entry.key, rev: entry.create_revision, lease: queue.lease() };
         Ok(CampaignResponse { header: entry.header, leader: Some(leader) })
     }
 
@@ -55,8 +50,9 @@ impl ElectionService {
     ) -> Result<Option<pb::ResponseHeader>, Status> {
         let put = pb::PutRequest { key: leader.key.clone(), value, lease: leader.lease, ..Default::default() };
         let put = request_op::Request::RequestPut(put);
-        let response = txn_if_create_revision(&self.0, caller, &leader.key, leader.rev, put, None).await?;
-        if response.succeeded { Ok(response.header) } else { Err(Status::unknown("election: not leader")) }
+        let is_leader = created_at(&leader.key, leader.rev);
+        let response = txn_if(&self.0, caller, is_leader, vec![put], Vec::new()).await?;
+        if response.succeeded { Ok(response.header) } else { Err(Status::unknown(NOT_LEADER)) }
     }
 }
 
@@ -94,17 +90,18 @@ impl Election for ElectionService {
         let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
         let prefix = prefix(&request.into_inner().name);
         let observer = Observer { context: Arc::clone(&self.0), caller, prefix, leader: None };
-        let responses = stream::try_unfold(observer, |mut observer| async move {
+        let responses = unfold(&self.0, "/v3electionpb.Election/Observe", observer, |mut observer| async move {
             let response = observer.next().await.map_err(to_unknown)?;
             Ok(Some((response, observer)))
         });
-        Ok(Response::new(Box::pin(responses)))
+        Ok(Response::new(responses))
     }
 
     async fn resign(&self, request: Request<ResignRequest>) -> Result<Response<ResignResponse>, Status> {
         let caller = self.0.caller_of(&request).await.map_err(to_unknown)?;
         let leader = required(request.into_inner().leader)?;
-        let removed = remove_entry(&self.0, &caller, &leader.key, leader.rev).await.map_err(to_unknown)?;
+        let is_leader = created_at(&leader.key, leader.rev);
+        let removed = remove_if(&self.0, &caller, is_leader).await.map_err(to_unknown)?;
         Ok(Response::new(ResignResponse { header: removed.header }))
     }
 }

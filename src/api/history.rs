@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use futures_util::stream::{self, StreamExt as _};
 use tonic::{Request, Response, Status};
 
-use super::{Context, Responses, convert::key_range, status::from_store};
+use super::{Context, Responses, convert::key_range, status::from_store, tasks::unfold};
 use orlop_core::{
     auth::Caller,
     log::{Moment, Order, PastRow, Written},
@@ -59,7 +58,7 @@ impl History for HistoryService {
         let range = key_range(&request.key, &request.range_end)?;
         let at = self.resolve(request.revision, 0).await?;
         let walk = Pairs { context: Arc::clone(&self.0), caller, range, at, after: Start::First };
-        Ok(Response::new(stream::try_unfold(walk, Pairs::next).boxed()))
+        Ok(Response::new(unfold(&self.0, "/orlopb.History/Pairs", walk, Pairs::next)))
     }
 
     type ChangesStream = Responses<pb::HistoryChangesResponse>;
@@ -86,7 +85,7 @@ impl History for HistoryService {
         let rows = (RowId::new(first, 0), RowId::new(to, u32::MAX));
         let left = usize::try_from(request.limit).ok().filter(|limit| *limit > 0).unwrap_or(usize::MAX);
         let walk = Changes { context: Arc::clone(&self.0), caller, range, rows: Some(rows), order, left };
-        Ok(Response::new(stream::try_unfold(walk, Changes::next).boxed()))
+        Ok(Response::new(unfold(&self.0, "/orlopb.History/Changes", walk, Changes::next)))
     }
 
     type SnapshotStream = Responses<pb::HistorySnapshotResponse>;

@@ -25,6 +25,7 @@ use super::{
         unary::{self, RequestBody, Response},
     },
     status::{Invalid, from_store, unknown_method},
+    tasks::unfold,
 };
 use orlop_core::{
     auth::Caller,
@@ -36,6 +37,7 @@ use orlop_wire::proto::server::etcdserverpb as pb;
 /// Number of pairs in the first chunk of a RangeStream response; the numbers of later chunks depend on the size of the
 /// pairs.
 const FIRST_CHUNK_PAIRS: usize = 10;
+const RANGE_STREAM: &str = "/etcdserverpb.KV/RangeStream";
 
 /// Who sent a request, or why that is not known. As in etcd, an invalid request is refused before an invalid token.
 type Known = Result<Caller, Status>;
@@ -93,7 +95,7 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
             "/etcdserverpb.KV/Txn" => self.unary(request, txn),
             "/etcdserverpb.KV/DeleteRange" => self.unary(request, delete_range),
             "/etcdserverpb.KV/Compact" => self.unary(request, compact),
-            "/etcdserverpb.KV/RangeStream" => {
+            RANGE_STREAM => {
                 let method = RangeStream(Arc::clone(&self.0));
                 let message_bytes = self.0.settings.max_message_bytes();
                 Box::pin(async move {
@@ -185,13 +187,13 @@ impl tonic::server::ServerStreamingService<pb::RangeRequest> for RangeStream {
             let converted = convert::range(&request)?;
             let pairs = if converted.projection == Projection::CountOnly { usize::MAX } else { FIRST_CHUNK_PAIRS };
             let pieces = context.store.range_pieces(&caller?, converted).await.map_err(from_store)?;
-            let start = (context, pieces, pairs);
-            let stream = futures_util::stream::try_unfold(start, |(context, mut pieces, pairs)| async move {
+            let start = (Arc::clone(&context), pieces, pairs);
+            let chunks = unfold(&context, RANGE_STREAM, start, |(context, mut pieces, pairs)| async move {
                 next_chunk(&context, &mut pieces, pairs)
                     .await
                     .map(|chunk| chunk.map(|(response, pairs)| (response, (context, pieces, pairs))))
             });
-            Ok(tonic::Response::new(Box::pin(stream) as Self::ResponseStream))
+            Ok(tonic::Response::new(chunks))
         })
     }
 }

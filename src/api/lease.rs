@@ -7,6 +7,7 @@ use std::{
 };
 
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{
     Request, Response, Status, Streaming,
     body::Body,
@@ -31,8 +32,14 @@ use orlop_wire::proto::server::etcdserverpb::{
     lease_server::{Lease, LeaseServer},
 };
 
-/// Maximum number of concurrent keep-alives of one stream. On Postgres one commit renews all of them.
-const KEEP_ALIVES_AT_ONCE: usize = 16;
+/// Maximum number of concurrent keep-alives of one stream. On Postgres one commit renews all of them, so that a client with
+/// thousands of leases keeps them although a commit takes some milliseconds.
+const KEEP_ALIVES_AT_ONCE: usize = 256;
+/// Number of concurrent keep-alives that each stream may have in any case.
+const KEEP_ALIVES_OF_EACH: usize = 16;
+/// Maximum number of concurrent keep-alives beyond these, of all streams. Each takes about a kilobyte until the database has
+/// answered, all answers are handled in one step, and a client may have thousands of streams.
+pub(super) const MORE_KEEP_ALIVES: usize = 4_096;
 
 /// The Lease service. tonic's service has the methods; responses with many keys or leases are sent like those of KV, in
 /// chunks without a copy, and count in the memory of reads.
@@ -87,6 +94,16 @@ impl Context {
         let message = unary::request(body, &self.settings, self.settings.small_message_bytes()).await?;
         Ok(Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, message))
     }
+
+    /// Returns the permit for a keep-alive of a stream: one of its own, or else one of those that all streams share.
+    async fn keep_alive_permit(&self, own: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+        let mut permits = [own, &self.more_keep_alives].into_iter();
+        match permits.find_map(|permits| Arc::clone(permits).try_acquire_owned().ok()) {
+            Some(permit) => Some(permit),
+            // Not one of the shared permits: clients that do not read their responses may hold them for long.
+            None => Arc::clone(own).acquire_owned().await.ok(),
+        }
+    }
 }
 
 #[tonic::async_trait]
@@ -124,18 +141,21 @@ impl Lease for Context {
     ) -> Result<Response<Self::LeaseKeepAliveStream>, Status> {
         // The token is checked again for each renewal, which also keeps it from expiring.
         let credentials = Arc::new(Credentials::of(&request));
-        let start = (self.clone(), PacedStream::new(request.into_inner(), self.steps()));
-        let requests = stream::try_unfold(start, |(mut service, mut requests)| async move {
+        let own_permits = Arc::new(Semaphore::new(KEEP_ALIVES_OF_EACH));
+        let start = (self.clone(), PacedStream::new(request.into_inner(), self.steps()), own_permits);
+        let requests = stream::try_unfold(start, |(mut service, mut requests, own_permits)| async move {
+            let permit = service.keep_alive_permit(&own_permits).await;
             let request = tokio::select! {
                 request = requests.next() => request.transpose()?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             };
-            Ok(request.map(|request| (request.id, (service, requests))))
+            Ok(request.map(|request| ((request.id, permit), (service, requests, own_permits))))
         });
         let service = Arc::new(self.clone());
-        let responses = requests.map_ok(move |id| {
+        let responses = requests.map_ok(move |(id, permit)| {
             let (service, credentials) = (Arc::clone(&service), Arc::clone(&credentials));
             async move {
+                let _permit = permit;
                 let caller = service.caller(&credentials).await?;
                 let (revision, ttl) = service.store.keep_alive(&caller, LeaseId(id)).await.map_err(from_store)?;
                 Ok(pb::LeaseKeepAliveResponse { header: service.header(revision), id, ttl })

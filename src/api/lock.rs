@@ -22,17 +22,11 @@ impl LockService {
         let caller = self.0.caller_of(&request).await?;
         let request = request.into_inner();
         let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
-        let entry = queue.enter(Bytes::new()).await?;
-        let (waited, removal) = queue.wait(&entry).await?;
-        // The lease may have ended since the key was put, which deletes the key. The queue may then be empty even if
-        // this call did not wait.
-        let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
-        let owned = kv::range(Arc::clone(&self.0), Ok(caller), get).await?;
-        if owned.kvs.is_empty() {
-            return Err(Status::unknown("mutex: session is expired"));
-        }
+        let (entry, removal) = queue.enter(Bytes::new()).await?;
+        let waited = queue.wait(&entry).await?;
+        let checked = queue.check(&entry, "mutex: session is expired").await?;
         removal.cancel();
-        let header = if waited == Waited::Yes { owned.header } else { entry.header };
+        let header = if waited == Waited::Yes { checked } else { entry.header };
         Ok(LockResponse { header, key: entry.key })
     }
 }

@@ -8,6 +8,7 @@ use super::{
 };
 use orlop_core::{
     log::{Alarm, AlarmChange, AlarmKind, Cause, Size},
+    store,
     types::Revision,
 };
 use orlop_wire::proto::server::etcdserverpb::{
@@ -21,13 +22,13 @@ impl Maintenance for Context {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
         let head = self.store.head();
         // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
-        let (size, leader, mut errors) = match self.store.size().await {
-            Ok(size) => (size, self.store.leader(), Vec::new()),
-            Err(error) => {
-                (Size { total: 0, in_use: 0, disk_free: None }, 0, vec![from_store(error).message().to_owned()])
-            }
+        let (size, failure) = match self.store.size().await {
+            Ok(size) => (size, (!self.store.accepts_writes()).then_some(store::Error::Unavailable)),
+            Err(error) => (Size { total: 0, in_use: 0, disk_free: None }, Some(error)),
         };
-        errors.extend(self.store.alarms().into_iter().map(alarm_text));
+        let leader = if failure.is_none() { self.store.leader() } else { 0 };
+        let failure = failure.map(|error| from_store(error).message().to_owned());
+        let errors = failure.into_iter().chain(self.store.alarms().into_iter().map(alarm_text)).collect();
         let applied = head.0.cast_unsigned();
         Ok(Response::new(pb::StatusResponse {
             header: self.header(head),

@@ -17,6 +17,7 @@ use tracing::warn;
 use super::{
     Context, kv,
     status::{from_store, is_stopped},
+    tasks::finish,
 };
 use orlop_core::{
     auth::Caller,
@@ -44,6 +45,7 @@ pub(super) fn to_unknown(status: Status) -> Status {
 }
 
 /// A queue `NAME/`, and the lease of the caller's entries.
+#[derive(Clone)]
 pub(super) struct Queue {
     context: Arc<Context>,
     caller: Caller,
@@ -51,15 +53,15 @@ pub(super) struct Queue {
     lease: i64,
 }
 
-/// A key in a queue.
+/// A key in a queue, as a call has written it.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: Bytes,
     pub(super) create_revision: i64,
-    /// The revision of the transaction that created or found the entry.
+    /// The revision at which this call wrote the key. A later call with the same lease writes it again.
+    mod_revision: i64,
+    /// The header of that transaction.
     pub(super) header: Option<pb::ResponseHeader>,
-    /// Its value, if the entry existed before.
-    pub(super) existing_value: Option<Bytes>,
 }
 
 impl Queue {
@@ -76,44 +78,48 @@ impl Queue {
         self.lease
     }
 
-    /// Adds the caller's key at the end of the queue, or returns the existing entry.
-    pub(super) async fn enter(&self, value: Bytes) -> Result<Entry, Status> {
+    /// Adds the caller's key at the end of the queue, or writes the existing one again. Returns the entry, and what removes it
+    /// in the background unless it is cancelled.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped while the key is written, that goes on, and the entry is removed afterwards.
+    pub(super) async fn enter(&self, value: Bytes) -> Result<(Entry, RemoveOnDrop), Status> {
+        let queue = self.clone();
+        let entering = async move {
+            let entry = queue.put(value).await?;
+            let removal = RemoveOnDrop { entry: Some((Arc::clone(&queue.context), entry.clone())) };
+            Ok((entry, removal))
+        };
+        finish(&self.context, "entering a queue", entering).await
+    }
+
+    async fn put(&self, value: Bytes) -> Result<Entry, Status> {
         // Go's client formats an ID with its sign.
         let sign = if self.lease < 0 { "-" } else { "" };
         let name = format!("{sign}{:x}", self.lease.unsigned_abs());
         let key = Bytes::from([&self.prefix[..], name.as_bytes()].concat());
+        let get = pb::RangeRequest { key: key.clone(), keys_only: true, ..Default::default() };
         let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
-        let get = pb::RangeRequest { key: key.clone(), ..Default::default() };
-        let response = txn_if_create_revision(
-            &self.context,
-            &self.caller,
-            &key,
-            0,
-            request_op::Request::RequestPut(put),
-            Some(request_op::Request::RequestRange(get)),
-        )
-        .await?;
+        let put = request_op::Request::RequestPut(put);
+        // Written also if it exists: the call that created it may have been cancelled, and its removal must not take the key
+        // away from this call.
+        let otherwise = vec![request_op::Request::RequestRange(get), put.clone()];
+        let response = txn_if(&self.context, &self.caller, created_at(&key, 0), vec![put], otherwise).await?;
         let head = response.header.as_ref().map_or(0, |header| header.revision);
-        let mut entry = Entry { key, create_revision: head, header: response.header, existing_value: None };
+        let mut entry = Entry { key, create_revision: head, mod_revision: head, header: response.header };
         if !response.succeeded
             && let Some(pb::ResponseOp { response: Some(response_op::Response::ResponseRange(range)) }) =
                 response.responses.into_iter().next()
             && let Some(kv) = decode_pairs(range.kvs)?.pop()
         {
             entry.create_revision = kv.create_revision;
-            entry.existing_value = Some(kv.value);
         }
         Ok(entry)
     }
 
-    /// Waits until the entry is first. Returns whether it had to wait, and what removes the entry in the background unless it
-    /// is cancelled.
-    ///
-    /// # Cancel safety
-    ///
-    /// If the future is dropped or fails, the entry is removed in the background.
-    pub(super) async fn wait(&self, entry: &Entry) -> Result<(Waited, RemoveOnDrop), Status> {
-        let removal = RemoveOnDrop { entry: Some((Arc::clone(&self.context), entry.clone())) };
+    /// Waits until the entry is first. Returns whether it had to wait.
+    pub(super) async fn wait(&self, entry: &Entry) -> Result<Waited, Status> {
         let mut waited = Waited::No;
         loop {
             let before = pb::RangeRequest {
@@ -122,12 +128,26 @@ impl Queue {
             };
             let response = kv::range(Arc::clone(&self.context), Ok(self.caller.clone()), before).await?;
             let head = response.header.as_ref().map_or(0, |header| header.revision);
-            let Some(last) = decode_pairs(response.kvs)?.pop() else { break };
+            let Some(last) = decode_pairs(response.kvs)?.pop() else { return Ok(waited) };
             waited = Waited::Yes;
             let mut watch = Watch::new(&self.context, KeyRange::from_wire(&last.key, b""), Revision(head).next());
             while watch.next().await?.r#type() != EventType::Delete {}
         }
-        Ok((waited, removal))
+    }
+
+    /// Checks that the entry still exists: its lease may have ended, which deletes the key. The queue may then be empty even
+    /// if the call did not wait. Returns the header of the read.
+    ///
+    /// # Errors
+    ///
+    /// `gone`, as the text of the status, if the entry does not exist.
+    pub(super) async fn check(&self, entry: &Entry, gone: &str) -> Result<Option<pb::ResponseHeader>, Status> {
+        let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
+        let response = kv::range(Arc::clone(&self.context), Ok(self.caller.clone()), get).await?;
+        match decode_pairs(response.kvs)?.pop() {
+            Some(kv) if kv.create_revision == entry.create_revision => Ok(response.header),
+            Some(_) | None => Err(Status::unknown(gone)),
+        }
     }
 }
 
@@ -161,11 +181,11 @@ impl Drop for RemoveOnDrop {
     }
 }
 
-/// Removes an entry. While the database is unavailable or the queue of writes is full, it tries again: an entry that
-/// remains blocks its queue as long as its client keeps the lease alive.
+/// Removes an entry, unless a later call has written it. While the database is unavailable or the queue of writes is full,
+/// it tries again: an entry that remains blocks its queue as long as its client keeps the lease alive.
 async fn remove_with_retries(context: &Arc<Context>, entry: &Entry) {
     let (server, mut stopping) = (Caller::Server, context.stopping.clone());
-    let remove = || remove_entry(context, &server, &entry.key, entry.create_revision);
+    let remove = || remove_if(context, &server, modified_at(&entry.key, entry.mod_revision));
     let mut removed = remove().await;
     if let Err(status) = &removed {
         warn!(
@@ -211,41 +231,48 @@ pub(super) async fn oldest_entry(
     Ok((response.header, decode_pairs(response.kvs)?.pop()))
 }
 
-/// Executes `then` if the key has this create revision; 0 means that it must not exist.
-pub(super) async fn txn_if_create_revision(
+/// Returns the condition that the key has this create revision; 0 means that it does not exist.
+pub(super) fn created_at(key: &Bytes, revision: i64) -> pb::Compare {
+    equal(key, CompareTarget::Create, TargetUnion::CreateRevision(revision))
+}
+
+/// Returns the condition that the key was last written at this revision.
+fn modified_at(key: &Bytes, revision: i64) -> pb::Compare {
+    equal(key, CompareTarget::Mod, TargetUnion::ModRevision(revision))
+}
+
+fn equal(key: &Bytes, target: CompareTarget, value: TargetUnion) -> pb::Compare {
+    pb::Compare {
+        result: CompareResult::Equal.into(),
+        target: target.into(),
+        key: key.clone(),
+        target_union: Some(value),
+        ..Default::default()
+    }
+}
+
+/// Executes `then` if the condition holds.
+pub(super) async fn txn_if(
     context: &Arc<Context>,
     caller: &Caller,
-    key: &Bytes,
-    create_revision: i64,
-    then: request_op::Request,
-    otherwise: Option<request_op::Request>,
+    condition: pb::Compare,
+    then: Vec<request_op::Request>,
+    otherwise: Vec<request_op::Request>,
 ) -> Result<pb::TxnResponse, Status> {
-    let compare = pb::Compare {
-        result: CompareResult::Equal.into(),
-        target: CompareTarget::Create.into(),
-        key: key.clone(),
-        target_union: Some(TargetUnion::CreateRevision(create_revision)),
-        ..Default::default()
-    };
-    let op = |request| pb::RequestOp { request: Some(request) };
-    let request = pb::TxnRequest {
-        compare: vec![compare],
-        success: vec![op(then)],
-        failure: otherwise.map(op).into_iter().collect(),
-    };
+    let ops = |requests: Vec<_>| requests.into_iter().map(|request| pb::RequestOp { request: Some(request) }).collect();
+    let request = pb::TxnRequest { compare: vec![condition], success: ops(then), failure: ops(otherwise) };
     kv::txn(Arc::clone(context), Ok(caller.clone()), request).await
 }
 
-/// Removes an entry, unless its key now belongs to another entry.
-pub(super) async fn remove_entry(
+/// Removes the key of the condition if that holds.
+pub(super) async fn remove_if(
     context: &Arc<Context>,
     caller: &Caller,
-    key: &Bytes,
-    create_revision: i64,
+    condition: pb::Compare,
 ) -> Result<pb::TxnResponse, Status> {
-    let delete = pb::DeleteRangeRequest { key: key.clone(), ..Default::default() };
+    let delete = pb::DeleteRangeRequest { key: condition.key.clone(), ..Default::default() };
     let delete = request_op::Request::RequestDeleteRange(delete);
-    txn_if_create_revision(context, caller, key, create_revision, delete, None).await
+    txn_if(context, caller, condition, vec![delete], Vec::new()).await
 }
 
 fn decode_pairs(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {
@@ -287,11 +314,16 @@ impl Watch {
     pub(super) async fn next(&mut self) -> Result<Event, Status> {
         let mut stopping = self.context.stopping.clone();
         loop {
-            if let Some(event) = self.events.next() {
+            // A read that has begun may have a connection to the database. It ends first, because the caller may not come
+            // back for the next event.
+            if !self.session.is_reading()
+                && let Some(event) = self.events.next()
+            {
                 return Ok(event);
             }
+            let has_events = self.events.len() > 0;
             tokio::select! {
-                message = self.messages.next() => match message {
+                message = self.messages.next(), if !has_events => match message {
                     Some(Ok(Message::Events { events, .. })) => self.events = decode_events(&events)?.into_iter(),
                     Some(Ok(Message::Compacted { .. })) => return Err(from_store(store::Error::Compacted)),
                     Some(Ok(Message::Refused { .. })) => return Err(from_store(store::Error::TooManyRequests)),
@@ -299,9 +331,11 @@ impl Watch {
                     Some(Err(_)) | None => return Err(from_store(store::Error::Stopped)),
                 },
                 () = self.outbox.notified() => self.session.handle_notifications(),
-                advanced = self.session.advance(), if self.session.has_work() => {
-                    advanced.map_err(store::Error::from).map_err(from_store)?;
-                }
+                advanced = self.session.advance(), if self.session.has_work() => match advanced {
+                    // The received events are returned before the next attempt.
+                    Err(_) if has_events => {}
+                    advanced => advanced.map_err(store::Error::from).map_err(from_store)?,
+                },
                 _ = stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             }
         }

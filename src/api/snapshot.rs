@@ -9,18 +9,18 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use futures_util::{future::join_all, stream};
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
     time::{Instant, timeout},
 };
 use tonic::{Response, Status};
 use tracing::{error, info, warn};
 
-use super::{Responses, STORAGE_VERSION};
+use super::{Responses, STORAGE_VERSION, status::from_store};
 use crate::snapshot::{self, Content, Export};
 use orlop_core::{
     clock,
     metrics::Metrics,
-    store::{PastError, Store, shared_query::SharedQuery},
+    store::{self, PastError, Store, shared_query::SharedQuery},
     supervise::{catch_panics, log_request_panic, vital},
 };
 use orlop_wire::proto::server::{etcdserverpb::SnapshotResponse, orlopb::HistorySnapshotResponse};
@@ -49,24 +49,37 @@ struct Pieces {
     /// Bytes of the database, without the checksum.
     bytes: u64,
     receiver: mpsc::Receiver<Result<Bytes, String>>,
+    /// True once the server stops.
+    stopping: watch::Receiver<bool>,
 }
 
 type Client = mpsc::Sender<Result<Bytes, String>>;
 
 impl Snapshots {
     /// Starts the task that starts snapshots. It ends when the last handle is dropped. `permits` limits the number of snapshots
-    /// that are read from the database at a time; both kinds of snapshots share it.
-    pub(super) fn new(store: &Arc<Store>, content: Content, permits: Arc<Semaphore>) -> Self {
+    /// that are read from the database at a time; both kinds of snapshots share it. All end when `stopping` becomes true.
+    pub(super) fn new(
+        store: &Arc<Store>,
+        content: Content,
+        permits: Arc<Semaphore>,
+        stopping: watch::Receiver<bool>,
+    ) -> Self {
         let store = Arc::clone(store);
         let start = move |waiting: Vec<()>| {
             let (store, metrics) = (Arc::clone(&store), Arc::clone(store.metrics()));
-            let permits = Arc::clone(&permits);
+            let (permits, mut stopping) = (Arc::clone(&permits), stopping.clone());
             async move {
                 let permit = permits.acquire_owned().await.expect("the semaphore is never closed");
                 let begun = Instant::now();
-                let begin = Export::of(&store, content);
-                let failed = match catch_panics(begin).await {
-                    Ok(Ok(export)) => return share(export, content, waiting.len(), metrics, begun, permit),
+                let begin = catch_panics(Export::of(&store, content));
+                let exported = tokio::select! {
+                    exported = begin => exported,
+                    _ = stopping.wait_for(|stopping| *stopping) => {
+                        return waiting.iter().map(|()| Err(stopped())).collect();
+                    }
+                };
+                let failed = match exported {
+                    Ok(Ok(export)) => return share(export, content, waiting.len(), metrics, begun, permit, &stopping),
                     Ok(Err(snapshot::Error::History(PastError::Copying { compacted }))) => {
                         Status::unavailable(format!("orlop: {}", PastError::Copying { compacted }))
                     }
@@ -87,13 +100,18 @@ impl Snapshots {
     }
 }
 
+fn stopped() -> Status {
+    from_store(store::Error::Stopped)
+}
+
 fn snapshot_failed(metrics: &Metrics, error: &snapshot::Error) -> String {
     error!(%error, "cannot take a snapshot");
     metrics.maintenance.snapshot_failures.inc();
     error.to_string()
 }
 
-/// Starts to send a snapshot to a number of clients.
+/// Starts to send a snapshot to a number of clients. If the server stops, it is no longer read, so that nobody uses the
+/// database when that is closed.
 fn share(
     export: Export,
     content: Content,
@@ -101,18 +119,23 @@ fn share(
     metrics: Arc<Metrics>,
     begun: Instant,
     permit: OwnedSemaphorePermit,
+    stopping: &watch::Receiver<bool>,
 ) -> Vec<Result<Pieces, Status>> {
     let bytes = export.bytes();
     // One piece is in the channel while the client receives the one before.
     let (senders, receivers): (Vec<Client>, Vec<_>) = (0..clients).map(|_| mpsc::channel(1)).unzip();
     let sending = send(export, senders, Arc::clone(&metrics), begun);
+    let mut stop = stopping.clone();
     tokio::spawn(async move {
-        if let Err(panic) = catch_panics(sending).await {
-            log_request_panic(&metrics.rpc.panics, method(content), &panic);
+        tokio::select! {
+            sent = catch_panics(sending) => if let Err(panic) = sent {
+                log_request_panic(&metrics.rpc.panics, method(content), &panic);
+            },
+            _ = stop.wait_for(|stopping| *stopping) => {}
         }
         drop(permit);
     });
-    receivers.into_iter().map(|receiver| Ok(Pieces { bytes, receiver })).collect()
+    receivers.into_iter().map(|receiver| Ok(Pieces { bytes, receiver, stopping: stopping.clone() })).collect()
 }
 
 /// Sends all pieces to the clients that accept them in time.
@@ -188,8 +211,17 @@ struct Sent {
 impl Sent {
     /// Returns the next chunk and what remains of its piece; `None` after the checksum.
     async fn chunk(&mut self, mut piece: Bytes) -> Result<Option<(Chunk, Bytes)>, Status> {
+        let Pieces { receiver, stopping, .. } = &mut self.pieces;
+        if *stopping.borrow() {
+            return Err(stopped());
+        }
         while piece.is_empty() {
-            piece = match self.pieces.receiver.recv().await {
+            let next = tokio::select! {
+                biased;
+                _ = stopping.wait_for(|stopping| *stopping) => return Err(stopped()),
+                next = receiver.recv() => next,
+            };
+            piece = match next {
                 Some(piece) => piece.map_err(failed)?,
                 None if self.bytes > self.pieces.bytes => return Ok(None),
                 None => return Err(Status::aborted("orlop: the client read the snapshot too slowly")),

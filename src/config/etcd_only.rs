@@ -167,17 +167,19 @@ pub fn ignored_flag_definitions() -> impl Iterator<Item = Arg> {
     })
 }
 
-/// What the sources of the settings contain without effect or under another name.
+/// What the sources of the settings contain without effect, under another name, or without use for clients.
 #[derive(Debug, Default)]
 pub struct Notices {
     /// Names of etcd's settings that have no meaning here.
     pub ignored: Vec<String>,
-    /// `ETCD_*` variables that etcd does not know either.
+    /// `ETCD_*` variables that etcd does not know either, and `ORLOP_*` variables that name no setting.
     pub unrecognized: Vec<String>,
     /// Names of etcd's settings that etcd has renamed or dropped.
     pub deprecated: Vec<String>,
     /// The members that `initial-cluster` names.
     pub initial_cluster: Option<String>,
+    /// Advertised URLs that lead each client to its own machine.
+    pub unspecified_urls: Vec<String>,
 }
 
 impl Notices {
@@ -187,9 +189,9 @@ impl Notices {
         let initial_cluster = matches.get_many::<String>(INITIAL_CLUSTER).and_then(|mut values| values.next_back());
         Self {
             ignored: FLAGS.iter().map(|(name, _)| *name).filter(is_given).map(str::to_owned).collect(),
-            unrecognized: Vec::new(),
             deprecated: deprecated_flags(words),
             initial_cluster: initial_cluster.cloned(),
+            ..Self::default()
         }
     }
 
@@ -201,6 +203,7 @@ impl Notices {
             unrecognized: variables.unrecognized,
             deprecated: [flags.deprecated, file.deprecated, variables.deprecated].concat(),
             initial_cluster: flags.initial_cluster.or(variables.initial_cluster).or(file.initial_cluster),
+            unspecified_urls: Vec::new(),
         }
     }
 }

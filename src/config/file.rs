@@ -14,7 +14,8 @@ use figment::{
 
 use super::{
     etcd_only::{INITIAL_CLUSTER, Notices, check_ignored, is_deprecated, is_ignored},
-    flags::{is_duration, setting_of},
+    flags::{is_duration, setting_names, setting_of},
+    variables::{MISSPELT_EDITS_MAX, nearest},
 };
 
 /// The keys of etcd's section with the TLS settings of clients, and the settings that they mean.
@@ -49,6 +50,8 @@ pub(super) struct ConfigFile {
     metadata: Metadata,
     language: Language,
     settings: Dict,
+    /// Keys that are no settings.
+    unknown: Vec<String>,
     pub(super) notices: Notices,
 }
 
@@ -60,18 +63,22 @@ impl ConfigFile {
         let extension = file.extension().and_then(|extension| extension.to_str());
         let language = if matches!(extension, Some("yaml" | "yml")) { Language::Yaml } else { Language::Toml };
         let metadata = Metadata::from(format!("{} file", language.name()), file);
-        Self::parse(&text, language, metadata).map_err(|error| {
+        let read = Self::parse(&text, language, metadata).map_err(|error| {
             let hint = match extension {
                 Some("toml" | "yaml" | "yml") => "",
                 Some(_) | None => ": the file is read as TOML, because its name does not end in .yaml or .yml",
             };
             format!("{error} in {} file {}{hint}", language.name(), file.display())
-        })
+        })?;
+        read.check_keys().map_err(|error| format!("config-file {}: {error}", file.display()))?;
+        Ok(read)
     }
 
     /// Reads a text that is not in a file.
     pub(super) fn of(text: &str, language: Language) -> Result<Self, String> {
-        Self::parse(text, language, Metadata::named(format!("{} text", language.name())))
+        let read = Self::parse(text, language, Metadata::named(format!("{} text", language.name())))?;
+        read.check_keys()?;
+        Ok(read)
     }
 
     /// Reads a text and brings etcd's form into Orlop's.
@@ -81,7 +88,8 @@ impl ConfigFile {
             Language::Yaml => Yaml::string(text).data(),
         };
         let read = read.map_err(|error| without_content(&error))?.remove(&Profile::Default).unwrap_or_default();
-        let mut file = Self { metadata, language, settings: Dict::new(), notices: Notices::default() };
+        let (settings, unknown, notices) = (Dict::new(), Vec::new(), Notices::default());
+        let mut file = Self { metadata, language, settings, unknown, notices };
         for (key, value) in read {
             match (key.as_str(), value) {
                 ("client-transport-security", Value::Dict(_, section)) => file.add_security(section)?,
@@ -108,12 +116,27 @@ impl ConfigFile {
             }
             return Ok(());
         }
-        let setting = setting_of(name).map_or(name, String::as_str);
+        let Some(setting) = setting_of(name) else {
+            self.unknown.push(name.to_owned());
+            return Ok(());
+        };
         if self.language == Language::Toml && is_duration(setting) {
             check_unit(name, &value)?;
         }
-        self.settings.insert(setting.to_owned(), value);
-        Ok(())
+        match self.settings.insert(setting.clone(), value) {
+            Some(_) => Err(format!("{name} is the setting {setting}, which is given twice: give it once")),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses keys that are no settings.
+    fn check_keys(&self) -> Result<(), String> {
+        let Some(key) = self.unknown.first() else { return Ok(()) };
+        let hyphenated = key.replace('_', "-").to_ascii_lowercase();
+        Err(match nearest(&hyphenated, setting_names(), MISSPELT_EDITS_MAX) {
+            Some(meant) => format!("unknown key {key}; did you mean {meant}?"),
+            None => format!("unknown key {key}; orlop --help lists the settings"),
+        })
     }
 
     fn add_security(&mut self, section: Dict) -> Result<(), String> {
@@ -194,6 +217,19 @@ mod tests {
         let absent = ConfigFile::read(Path::new("/none/orlop.toml")).err();
         let reason = "cannot read config-file /none/orlop.toml: No such file or directory (os error 2)";
         assert_eq!(absent.as_deref(), Some(reason));
+    }
+
+    #[test]
+    fn unknown_key_is_named_with_the_one_that_was_meant() {
+        for (name, text, want) in [
+            ("a.toml", "name = 'a'\ndata-dirr = 'b'", "unknown key data-dirr; did you mean data-dir?"),
+            ("a.toml", "max_txn_ops = 5", "unknown key max_txn_ops; did you mean max-txn-ops?"),
+            ("a.yaml", "endpont: sqlite://a", "unknown key endpont; did you mean endpoint?"),
+            ("a.yaml", "client-transport-security: {certfile: a}", "unknown key certfile; did you mean cert-file?"),
+            ("a.yaml", "database: {url: a}", "unknown key database; orlop --help lists the settings"),
+        ] {
+            assert_eq!(refused(name, text), format!("config-file {name}: {want}"));
+        }
     }
 
     fn read(toml: Option<&str>, yaml: Option<&str>) -> Result<Settings, String> {

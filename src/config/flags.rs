@@ -2,7 +2,7 @@
 
 use std::{
     any::TypeId,
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     error::Error as _,
     ffi::{OsStr, OsString},
     num::ParseIntError,
@@ -337,9 +337,9 @@ pub(super) fn setting_of(name: &str) -> Option<&'static String> {
     SETTINGS.get(name)
 }
 
-/// Returns the names of all settings, some more than once.
-pub(super) fn settings() -> impl Iterator<Item = &'static str> {
-    SETTINGS.values().map(String::as_str)
+/// Returns the names of all settings, with their aliases.
+pub(super) fn setting_names() -> impl Iterator<Item = &'static str> {
+    SETTINGS.keys().map(String::as_str)
 }
 
 /// Names of the settings that are durations.
@@ -355,23 +355,28 @@ pub(super) fn is_duration(setting: &str) -> bool {
     DURATIONS.contains(setting)
 }
 
-/// Flags that are not given on the command line but elsewhere.
+/// Flags that are not given on the command line but elsewhere: by the setting, the name of their place and the flag with its
+/// value.
 #[derive(Default)]
-pub(super) struct Given(Vec<OsString>);
+pub(super) struct Given(BTreeMap<String, (String, OsString)>);
 
 impl Given {
-    /// Adds a flag with its value; `source` is the name of their place in an error.
+    /// Adds a flag with its value; `source` is the name of their place in an error. Refuses a second flag for one setting, as
+    /// an alias is: which of them counts would be a guess.
     pub(super) fn add(&mut self, flag: &str, text: &OsStr, source: &str) -> Result<(), String> {
         let mut word = OsString::from(format!("--{flag}="));
         word.push(text);
         let invalid = |error| invalid_value(&error, text, source);
         COMMAND.clone().try_get_matches_from([OsStr::new("orlop"), &word]).map_err(invalid)?;
-        self.0.push(word);
-        Ok(())
+        let setting = setting_of(flag).map_or(flag, String::as_str);
+        match self.0.insert(setting.to_owned(), (source.to_owned(), word)) {
+            Some((other, _)) => Err(format!("{other} and {source} are the same setting: set one of them")),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn flags(self) -> Result<Flags, String> {
-        let words = [OsString::from("orlop")].into_iter().chain(self.0);
+        let words = [OsString::from("orlop")].into_iter().chain(self.0.into_values().map(|(_, word)| word));
         let matches = COMMAND.clone().try_get_matches_from(words).map_err(|error| error.to_string())?;
         Flags::from_arg_matches(&matches).map_err(|error| error.to_string())
     }

@@ -5,6 +5,8 @@ use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
 use clap::ValueEnum;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
+use super::ListenUrl;
+
 /// The history that automatic compaction keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
@@ -167,80 +169,6 @@ impl FromStr for Secret {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         Ok(Self(text.to_owned()))
-    }
-}
-
-/// An address to listen on or to advertise.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ListenUrl {
-    /// `host:port`.
-    Tcp(String, Scheme),
-    Unix(PathBuf, Scheme),
-}
-
-/// Whether an address uses TLS.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scheme {
-    Plain,
-    Tls,
-}
-
-impl ListenUrl {
-    pub fn scheme(&self) -> Scheme {
-        match self {
-            Self::Tcp(_, scheme) | Self::Unix(_, scheme) => *scheme,
-        }
-    }
-
-    /// Returns the host without the brackets of an IPv6 address.
-    pub fn host(&self) -> Option<&str> {
-        match self {
-            Self::Tcp(address, _) => {
-                let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
-                Some(host.trim_start_matches('[').trim_end_matches(']'))
-            }
-            Self::Unix(..) => None,
-        }
-    }
-}
-
-impl FromStr for ListenUrl {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        const ACCEPTED: &str = "use http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH";
-        let Some((scheme, address)) = text.split_once("://") else {
-            return Err(format!("{text:?} is not an address to listen on; {ACCEPTED}"));
-        };
-        let security = if scheme.ends_with('s') { Scheme::Tls } else { Scheme::Plain };
-        match scheme {
-            "http" | "https" => {
-                let address = address.strip_suffix('/').unwrap_or(address);
-                let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
-                if host.contains(':') && !host.starts_with('[') {
-                    return Err(format!(
-                        "the host of {text:?} contains a colon; an IPv6 address needs brackets: {scheme}://[ADDRESS]:PORT"
-                    ));
-                }
-                match port.parse::<u16>() {
-                    Ok(_) => Ok(Self::Tcp(address.to_owned(), security)),
-                    Err(_) => Err(format!("{text:?} has no port; {ACCEPTED}")),
-                }
-            }
-            "unix" | "unixs" if !address.is_empty() => Ok(Self::Unix(address.into(), security)),
-            _ => Err(format!("{text:?} is not an address to listen on; {ACCEPTED}")),
-        }
-    }
-}
-
-impl fmt::Display for ListenUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp(address, Scheme::Plain) => write!(f, "http://{address}"),
-            Self::Tcp(address, Scheme::Tls) => write!(f, "https://{address}"),
-            Self::Unix(path, Scheme::Plain) => write!(f, "unix://{}", path.display()),
-            Self::Unix(path, Scheme::Tls) => write!(f, "unixs://{}", path.display()),
-        }
     }
 }
 

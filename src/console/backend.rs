@@ -6,9 +6,9 @@
 
 mod failure;
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{convert::Infallible, future::Future, sync::Arc, time::Duration};
 
-use futures_util::stream;
+use futures_util::{StreamExt as _, stream};
 use http::HeaderValue;
 use orlop_client::{Client, Endpoint, ServerFlags};
 use orlop_core::types::{child_prefix, prefix_end};
@@ -25,10 +25,9 @@ use orlop_wire::proto::client::{
 };
 use tokio::{
     io::DuplexStream,
-    sync::Mutex,
+    sync::{Mutex, oneshot},
     time::{sleep, timeout},
 };
-use tokio_stream::StreamExt as _;
 use tonic::{Code, Status, Streaming};
 
 pub(super) use self::failure::Failure;
@@ -354,11 +353,13 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
     Ok(Timeline { versions, more, since_creation: true })
 }
 
-/// An open watch.
+/// An open watch. It ends when it is dropped.
 pub(super) struct Watch {
     pub responses: Streaming<WatchResponse>,
     /// The newest revision when it was opened.
     pub head: i64,
+    /// The requests end when it is dropped. Without that, the call would stay open although nobody reads its responses.
+    _requests: oneshot::Sender<Infallible>,
 }
 
 /// Opens a watch of the keys below a prefix, for changes after a revision; 0: after the newest one. The server refuses it
@@ -373,12 +374,12 @@ pub(super) async fn watch(client: &Client, prefix: &[u8], after: i64) -> Result<
         ..WatchCreateRequest::default()
     };
     let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-    // Without an end, which would end the watch.
     let progress = stream::unfold((), |()| async {
         sleep(PROGRESS_PAUSE).await;
         Some((WatchRequest { request_union: Some(RequestUnion::ProgressRequest(WatchProgressRequest {})) }, ()))
     });
-    let requests = tokio_stream::once(request).chain(progress);
+    let (guard, dropped) = oneshot::channel::<Infallible>();
+    let requests = stream::iter([request]).chain(progress).take_until(dropped);
     let open = async {
         let mut responses = client.watch().watch(requests).await?.into_inner();
         let created = responses.message().await?;
@@ -386,9 +387,10 @@ pub(super) async fn watch(client: &Client, prefix: &[u8], after: i64) -> Result<
     };
     match within(open).await? {
         (responses, Some(created)) if !created.canceled => {
-            Ok(Watch { responses, head: created.header.map_or(0, |header| header.revision) })
+            let head = created.header.map_or(0, |header| header.revision);
+            Ok(Watch { responses, head, _requests: guard })
         }
-        (_, Some(refused)) => Err(Failure::of_watch(refused.cancel_reason)),
+        (_, Some(refused)) => Err(Failure::of_text(refused.cancel_reason)),
         (_, None) => Err(Failure::Unavailable("the watch ended".to_owned())),
     }
 }

@@ -34,10 +34,9 @@ use tokio::{
     task::JoinSet,
     time::{Instant, sleep_until, timeout},
 };
-use tonic::Streaming;
 
 use super::{
-    backend::{self, Failure},
+    backend::{self, Failure, Watch},
     pages,
     query::Query,
     server::Console,
@@ -60,7 +59,7 @@ pub(super) async fn stream(
     visitor: Visitor,
     query: Query,
 ) -> Response {
-    match begin(console, headers, visitor, &query).await {
+    match begin(console.clone(), headers.clone(), visitor, &query).await {
         Ok(events) => {
             let body = stream::unfold(events, |mut events| async {
                 let text = events.next().await?;
@@ -69,7 +68,10 @@ pub(super) async fn stream(
             let kind = [(header::CONTENT_TYPE, "text/event-stream")];
             (kind, Body::from_stream(body)).into_response()
         }
-        Err(failure) => pages::plain(&failure),
+        Err(failure) => {
+            console.sessions.end_if_refused(&headers, &failure);
+            pages::plain(&failure)
+        }
     }
 }
 
@@ -124,7 +126,7 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     }
     let watched = Arc::new(Watched::after(begin));
     let mut reading = JoinSet::new();
-    reading.spawn(read(visitor.client, prefix.clone(), watch.responses, Arc::clone(&watched)));
+    reading.spawn(read(visitor.client, prefix.clone(), watch, Arc::clone(&watched)));
     let now = Instant::now();
     let stopping = console.stopping.clone();
     Ok(Events {
@@ -149,21 +151,21 @@ fn after(headers: &HeaderMap, query: &Query) -> i64 {
 }
 
 /// Reads a watch until it ends, or for [`STREAM_MAX`].
-async fn read(client: Client, prefix: Vec<u8>, mut responses: Streaming<WatchResponse>, watched: Arc<Watched>) {
+async fn read(client: Client, prefix: Vec<u8>, mut watch: Watch, watched: Arc<Watched>) {
     let reading = async {
         loop {
-            match responses.message().await {
+            match watch.responses.message().await {
                 Ok(Some(response)) if !response.canceled => watched.add(&response),
                 Ok(Some(response)) if response.compact_revision > 0 => {
                     // The watch begins again at the first revision that is left.
                     watched.add_compaction(response.compact_revision);
                     let after = response.compact_revision - 1;
-                    let Ok(watch) = backend::watch(&client, &prefix, after).await else { return None };
-                    responses = watch.responses;
+                    let Ok(next) = backend::watch(&client, &prefix, after).await else { return None };
+                    watch = next;
                 }
                 Ok(Some(response)) => return Some(response.cancel_reason),
-                Ok(None) => return None,
-                Err(status) => return Some(status.message().to_owned()),
+                // The server stops, or the connection to it was lost.
+                Ok(None) | Err(_) => return None,
             }
         }
     };
@@ -289,13 +291,9 @@ impl Events {
         }
         // Servers check the rights of a watch only when it begins, so another one is opened. A read of the range would
         // count all of its keys.
-        match backend::watch(&visitor.client, &self.prefix, 0).await.map(drop) {
-            Err(Failure::LoggedOut) => {
-                self.console.sessions.end(&self.headers);
-                false
-            }
-            checked => !matches!(checked, Err(Failure::Denied(_))),
-        }
+        let Err(failure) = backend::watch(&visitor.client, &self.prefix, 0).await else { return true };
+        self.console.sessions.end_if_refused(&self.headers, &failure);
+        !matches!(failure, Failure::LoggedOut | Failure::Denied(_))
     }
 }
 

@@ -74,7 +74,7 @@ impl Live {
         };
         let wanted = Wanted { rows_max: ROWS_MAX, prefix: None, wait_for_sizes: false };
         let snapshot = source.read(&wanted).await?;
-        if snapshot.missing.values().any(|reason| Failure::of_part(reason.clone()) == Failure::LoggedOut) {
+        if snapshot.missing.values().any(|reason| Failure::of_text(reason.clone()) == Failure::LoggedOut) {
             return Err(Failure::LoggedOut);
         }
         let figures = Figures::new(last.as_ref().map(|(_, before)| &before.figures.now), snapshot);
@@ -92,7 +92,7 @@ impl Live {
     /// Returns the sizes below a prefix; `None` while they are being collected.
     pub async fn sizes(&self, client: &Client, prefix: &[u8]) -> Option<Result<Sizes, Failure>> {
         let sizes = self.sizes.lock().await.read(client, prefix, CHILDREN_MAX, SIZES_WAIT).await?;
-        Some(sizes.map_err(Failure::of_part))
+        Some(sizes.map_err(Failure::of_text))
     }
 }
 

@@ -93,6 +93,7 @@ impl Visit {
         match content {
             Ok(content) => self.page_with(StatusCode::OK, tab, title, content),
             Err(Failure::LoggedOut) => {
+                self.console.sessions.end(&self.headers);
                 login::form(&self.console, &self.headers, StatusCode::UNAUTHORIZED, &self.path, login::Notice::None)
             }
             Err(failure) => self.page_with(failure.status(), tab, title, failure.markup()),
@@ -107,7 +108,13 @@ impl Visit {
 
     /// Returns a part of a page, which the script inserts.
     pub fn fragment(self, content: Result<Markup, Failure>) -> Response {
-        content.map_or_else(|failure| failure.fragment(), |content| Html(body(content, self.large)).into_response())
+        match content {
+            Ok(content) => Html(body(content, self.large)).into_response(),
+            Err(failure) => {
+                self.console.sessions.end_if_refused(&self.headers, &failure);
+                failure.fragment()
+            }
+        }
     }
 
     /// Returns the fields of a form that a page of this process made for this browser.

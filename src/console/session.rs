@@ -118,6 +118,14 @@ impl Sessions {
         self.cookie(&self.session_cookie, "", "; Max-Age=0")
     }
 
+    /// Ends the session of a request if the server has refused its token. Otherwise pages that need nothing of the server
+    /// would not lead to the form to log in.
+    pub fn end_if_refused(&self, headers: &HeaderMap, failure: &Failure) {
+        if *failure == Failure::LoggedOut {
+            self.end(headers);
+        }
+    }
+
     /// Returns the user, the token and the figures of a request's session.
     fn find(&self, headers: &HeaderMap, access: Access) -> Option<(String, HeaderValue, Arc<Live>)> {
         let id = self.id(cookie(headers, &self.session_cookie)?);

@@ -65,7 +65,11 @@ async fn show(args: &GetArgs, source: &Source) -> Result<Ending> {
             break;
         }
     }
-    Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
+    if found == 0 {
+        args.selection.report_nothing_found();
+        return Ok(Ending::Otherwise);
+    }
+    Ok(Ending::Success)
 }
 
 fn text(args: &GetArgs, pair: &KeyValue, number: usize) -> String {

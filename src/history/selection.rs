@@ -2,6 +2,8 @@
 
 use orlop_core::types::prefix_end;
 
+use crate::text::shown_key;
+
 /// A key or a prefix.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Selection {
@@ -44,6 +46,22 @@ impl Selection {
         (key.clone(), prefix_end(key))
     }
 
+    /// Reports on standard error that the command has found nothing.
+    pub(super) fn report_nothing_found(&self) {
+        eprintln!("orlop: {}", self.nothing_found());
+    }
+
+    fn nothing_found(&self) -> String {
+        let Key(key) = &self.key;
+        let shown = shown_key(key);
+        match (self.is_prefix(), self.exact) {
+            (true, _) if key.is_empty() => "nothing found: there are no keys".to_owned(),
+            (true, _) => format!("nothing found for the prefix {shown}"),
+            (false, true) => format!("nothing found for the key {shown}"),
+            (false, false) => format!("nothing found for the key {shown}; a prefix ends with / or needs --prefix"),
+        }
+    }
+
     pub(super) fn is_prefix(&self) -> bool {
         let Key(key) = &self.key;
         self.prefix || (key.ends_with(b"/") && !self.exact)
@@ -76,7 +94,6 @@ mod tests {
     use orlop_objects::is_hazard;
 
     use super::*;
-    use crate::text::shown_key;
 
     #[test]
     fn keys_are_read_as_they_are_shown() {
@@ -94,6 +111,20 @@ mod tests {
         }
         for invalid in ["\\", "\\x1", "\\xzz", "\\n"] {
             assert!(parse_key(invalid).is_err(), "{invalid}");
+        }
+    }
+
+    #[test]
+    fn text_for_nothing_hints_at_prefixes_where_they_may_be_meant() {
+        for (key, prefix, exact, want) in [
+            ("/shop", false, false, "nothing found for the key /shop; a prefix ends with / or needs --prefix"),
+            ("/shop", true, false, "nothing found for the prefix /shop"),
+            ("/shop/", false, false, "nothing found for the prefix /shop/"),
+            ("/shop/", false, true, "nothing found for the key /shop/"),
+            ("", true, false, "nothing found: there are no keys"),
+        ] {
+            let selection = Selection { key: Key(key.as_bytes().to_vec()), prefix, exact };
+            assert_eq!(selection.nothing_found(), want);
         }
     }
 }

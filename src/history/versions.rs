@@ -122,7 +122,11 @@ impl Printer<'_> {
         if self.args.follow && reader == Reader::Present {
             found += self.follow(state.revision + 1).await?;
         }
-        Ok(if found == 0 { Ending::Otherwise } else { Ending::Success })
+        if found == 0 {
+            self.args.selection.report_nothing_found();
+            return Ok(Ending::Otherwise);
+        }
+        Ok(Ending::Success)
     }
 
     /// Returns the first revision to print.

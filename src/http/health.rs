@@ -2,10 +2,11 @@
 //!
 //! `/livez` fails if a restart may help, `/readyz` if requests should go to another instance. The checks of reads run
 //! real reads. The check `progress`, which etcd does not have, reports the result of the watchdog. The state of the
-//! database does not affect `/livez`.
+//! database does not affect `/livez`. A database that answers and accepts no writes fails only `/health`: another instance
+//! could not write either, and this one serves reads.
 
 use super::NO_SNIFF;
-use crate::api::status::from_store;
+use crate::{api::status::from_store, logging::LogLimit};
 use std::{sync::Arc, time::Duration};
 
 use axum::{
@@ -26,6 +27,10 @@ use orlop_core::{
 /// Maximum time of a check. It is shorter than the 7 s for which requests wait for the database, so that a prober
 /// receives the result before its own timeout.
 const CHECK_MAX: Duration = Duration::from_secs(5);
+/// Minimum time between two messages about `/health`, and about each check.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+static HEALTH_LOG: LogLimit = LogLimit::every(LOG_INTERVAL);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Check {
@@ -83,7 +88,9 @@ async fn health(State(store): State<Arc<Store>>, Query(parameters): Parameters) 
             StatusCode::OK
         }
         Some(reason) => {
-            warn!(reason, "serving /health false");
+            if let Some(count) = HEALTH_LOG.count() {
+                warn!(reason, count, "serving /health false");
+            }
             metrics.failures.inc();
             StatusCode::SERVICE_UNAVAILABLE
         }
@@ -102,6 +109,10 @@ async fn unhealthy_reason(store: &Store, excluded: &[&str], serializable: bool) 
         if !excluded.contains(&kind.name()) {
             return Some(format!("ALARM {}", kind.name()));
         }
+    }
+    if !serializable && !store.accepts_writes() {
+        // etcd's text for a member that has no leader.
+        return Some("RAFT NO LEADER".to_owned());
     }
     let consistency = if serializable { Consistency::Serializable } else { Consistency::Linearizable };
     read(store, consistency).await.err().map(|error| format!("RANGE ERROR:{error}"))
@@ -125,6 +136,13 @@ impl Check {
             Self::LinearizableRead => "linearizable_read",
             Self::NonLearner => "non_learner",
         }
+    }
+
+    /// Returns the limit of messages about this check. Checks have separate limits, so that every check that fails is in
+    /// the log.
+    fn log_limit(self) -> &'static LogLimit {
+        static LIMITS: [LogLimit; 5] = [const { LogLimit::every(LOG_INTERVAL) }; 5];
+        &LIMITS[self as usize]
     }
 
     async fn run(self, store: &Store) -> Result<(), String> {
@@ -162,7 +180,9 @@ impl Probe {
                 Ok(()) if check == Check::Progress => {}
                 Ok(()) => lines += &format!("[+]{} ok\n", check.name()),
                 Err(error) => {
-                    warn!(probe = self.name, check = check.name(), error, "health check failed");
+                    if let Some(count) = check.log_limit().count() {
+                        warn!(probe = self.name, check = check.name(), error, count, "health check failed");
+                    }
                     lines += &format!("[-]{} failed: {error}\n", check.name());
                     failed = true;
                 }

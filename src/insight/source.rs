@@ -1,32 +1,26 @@
 //! Reads snapshots from an endpoint.
 //!
-//! Sizes can take seconds with a million keys, so they are read by a task of their own; a snapshot contains the last
-//! result. Known limits: against etcd, the sizes are the numbers of keys in a listing of at most [`LISTED_KEYS_MAX`]
-//! keys, once in [`LISTING_PAUSE`], because a listing costs etcd as much as reading the pairs.
+//! Sizes can take seconds with a million keys, so they are read in the background ([`SizesReader`]); a snapshot contains
+//! the last result.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
-use orlop_core::{
-    clock,
-    types::{child_prefix, common_path, prefix_end},
-};
+use orlop_core::clock;
 use orlop_wire::proto::client::{
-    etcdserverpb::{MemberListRequest, RangeRequest, StatusRequest, StatusResponse},
+    etcdserverpb::{MemberListRequest, StatusRequest, StatusResponse},
     orlopb as pb,
 };
-use tokio::{
-    task::JoinHandle,
-    time::{Instant, timeout},
-};
+use tokio::time::{Instant, timeout};
 use tonic::{Code, Status};
 
 use super::{
     Counters,
     parts::{
-        KeyName, Lease, Leases, Member, Members, PairSizes, Phase, ServerState, Sized, Sizes, SlowRequest,
-        SlowRequests, Snapshot, WatchedRange, Watchers, printable,
+        KeyName, Lease, Leases, Member, Members, Phase, ServerState, SlowRequest, SlowRequests, Snapshot, WatchedRange,
+        Watchers, printable,
     },
+    sizes::SizesReader,
 };
 
 /// Maximum time of a read, without sizes.
@@ -35,21 +29,12 @@ const READ_MAX: Duration = Duration::from_secs(5);
 const PART_MAX: Duration = Duration::from_secs(4);
 /// Maximum time to wait for sizes if they are awaited.
 const SIZES_WAIT_MAX: Duration = Duration::from_secs(120);
-/// Time between two reads of the sizes. The server caches them for longer if they are expensive.
-const SIZES_PAUSE: Duration = Duration::from_secs(10);
-/// Maximum number of keys that are listed to count them by prefix.
-const LISTED_KEYS_MAX: usize = 200_000;
-/// Number of keys per request of a listing.
-const LISTED_KEYS_PAGE: i64 = 5_000;
-/// Time between two listings.
-const LISTING_PAUSE: Duration = Duration::from_secs(300);
-
 /// Time to wait for sizes otherwise. Small stores answer at once.
 const SIZES_WAIT: Duration = Duration::from_millis(50);
 /// Why sizes are missing at first.
 pub const BEING_COLLECTED: &str = "being collected";
 /// Why a part is missing if the user is not root.
-const ONLY_ROOT: &str = "only a user with the role root may read this";
+pub const ONLY_ROOT: &str = "only a user with the role root may read this";
 /// Why a part is missing if the server is not an Orlop that has the service `orlopb.Insight`.
 const NOT_IN_ETCD: &str = "not reported by etcd";
 
@@ -304,165 +289,5 @@ fn slow_requests(response: pb::SlowRequestsResponse) -> SlowRequests {
         requests: response.requests.into_iter().map(request).collect(),
         total: response.total,
         threshold_us: response.threshold_us,
-    }
-}
-
-pub type SizesResult = Result<Sizes, String>;
-
-/// Reads sizes in the background and keeps the last result.
-#[derive(Default)]
-pub struct SizesReader {
-    prefix: Vec<u8>,
-    running: Option<JoinHandle<SizesResult>>,
-    last: Option<(Instant, SizesResult)>,
-}
-
-impl SizesReader {
-    /// Returns the sizes below a prefix, with at most `rows_max` children; `None` if the first ones are not complete
-    /// within `wait_max`.
-    pub async fn read(
-        &mut self,
-        client: &Client,
-        prefix: &[u8],
-        rows_max: u32,
-        wait_max: Duration,
-    ) -> Option<SizesResult> {
-        if self.prefix != prefix {
-            *self = Self { prefix: prefix.to_vec(), running: None, last: None };
-        }
-        let is_listing = matches!(&self.last, Some((_, Ok(sizes))) if sizes.cost_us.is_none());
-        let pause = if is_listing { LISTING_PAUSE } else { SIZES_PAUSE };
-        if self.running.is_none() && self.last.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() >= pause) {
-            let (client, prefix) = (client.clone(), self.prefix.clone());
-            self.running = Some(tokio::spawn(async move { read_sizes(&client, prefix, rows_max).await }));
-        }
-        if let Some(running) = &mut self.running
-            && let Ok(read) = timeout(wait_max, running).await
-        {
-            self.running = None;
-            self.last = Some((Instant::now(), read.unwrap_or_else(|error| Err(error.to_string()))));
-        }
-        let (read_at, last) = self.last.as_ref()?;
-        let age_ms = u64::try_from(read_at.elapsed().as_millis()).unwrap_or(u64::MAX);
-        Some(last.clone().map(|sizes| Sizes { age_ms: sizes.age_ms.saturating_add(age_ms), ..sizes }))
-    }
-}
-
-impl Drop for SizesReader {
-    fn drop(&mut self) {
-        if let Some(running) = &self.running {
-            running.abort();
-        }
-    }
-}
-
-async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult {
-    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit, skip_common: true };
-    let response = match client.insight().max_decoding_message_size(16 << 20).sizes(request).await {
-        Ok(response) => response.into_inner(),
-        Err(status) if status.code() == Code::Unimplemented => return list_keys(client, prefix).await,
-        Err(status) if status.code() == Code::PermissionDenied => return Err(ONLY_ROOT.to_owned()),
-        Err(status) => return Err(describe(&status)),
-    };
-    let sizes = |sizes: Option<pb::PairSizes>| {
-        let pb::PairSizes { keys, key_bytes, value_bytes } = sizes.unwrap_or_default();
-        PairSizes { keys, key_bytes, value_bytes: Some(value_bytes) }
-    };
-    let child = |child: pb::SizedChild| Sized {
-        name: KeyName(child.name.into()),
-        is_prefix: child.is_prefix,
-        sizes: sizes(child.sizes),
-    };
-    Ok(Sizes {
-        prefix: KeyName(response.prefix.into()),
-        total: sizes(response.total),
-        children: response.children.into_iter().map(child).collect(),
-        children_total: response.children_total,
-        largest_keys: response.largest_keys.into_iter().map(child).collect(),
-        age_ms: response.age_ms,
-        cost_us: Some(response.cost_us),
-        is_partial: false,
-    })
-}
-
-/// Counts the keys below a prefix by path segment, from a listing.
-async fn list_keys(client: &Client, prefix: Vec<u8>) -> SizesResult {
-    let range_end = prefix_end(&prefix);
-    let mut start = if prefix.is_empty() { vec![0] } else { prefix.clone() };
-    let mut keys: Vec<Vec<u8>> = Vec::new();
-    let is_partial = loop {
-        let request = RangeRequest {
-            key: start.into(),
-            range_end: range_end.clone().into(),
-            limit: LISTED_KEYS_PAGE,
-            keys_only: true,
-            serializable: true,
-            ..RangeRequest::default()
-        };
-        let response = client.kv().range(request).await.map_err(|status| describe(&status))?.into_inner();
-        keys.extend(response.kvs.into_iter().map(|kv| kv.key.to_vec()));
-        match keys.last().filter(|_| response.more) {
-            Some(_) if keys.len() >= LISTED_KEYS_MAX => break true,
-            Some(last) => start = [last, &[0][..]].concat(),
-            None => break false,
-        }
-    };
-    Ok(count_by_segment(&keys, prefix, is_partial))
-}
-
-/// Counts sorted keys by the path segment below the prefix, or below the longest path that they share.
-fn count_by_segment(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Sizes {
-    let shared = keys.first().zip(keys.last()).and_then(|(first, last)| common_path(first, last));
-    let prefix = shared.filter(|shared| shared.len() > prefix.len()).map_or(prefix, <[u8]>::to_vec);
-    let mut children: BTreeMap<(&[u8], bool), PairSizes> = BTreeMap::new();
-    let mut total = PairSizes::default();
-    for key in keys {
-        let child = child_prefix(key, prefix.len());
-        for sizes in [&mut total, children.entry((child.unwrap_or(key), child.is_some())).or_default()] {
-            sizes.keys += 1;
-            sizes.key_bytes += key.len() as u64;
-        }
-    }
-    let child = |((name, is_prefix), sizes): ((&[u8], bool), PairSizes)| Sized {
-        name: KeyName(name.to_vec()),
-        is_prefix,
-        sizes,
-    };
-    let mut children: Vec<Sized> = children.into_iter().map(child).collect();
-    let children_total = children.len() as u64;
-    children.sort_by_key(|child| std::cmp::Reverse(child.sizes.keys));
-    children.truncate(256);
-    Sizes {
-        prefix: KeyName(prefix),
-        total,
-        children,
-        children_total,
-        largest_keys: Vec::new(),
-        age_ms: 0,
-        cost_us: None,
-        is_partial,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn listed_keys_are_counted_below_their_common_path() {
-        for (keys, prefix, want_prefix, want) in [
-            (&[][..], "", "", &[][..]),
-            (&["/r/a/1", "/r/a/2", "/r/b"], "", "/r/", &[("/r/a/", true, 2), ("/r/b", false, 1)]),
-            (&["a", "b/1"], "", "", &[("a", false, 1), ("b/", true, 1)]),
-            (&["/r/a"], "/r", "/r/", &[("/r/a", false, 1)]),
-        ] {
-            let keys: Vec<Vec<u8>> = keys.iter().map(|key| key.as_bytes().to_vec()).collect();
-            let sizes = count_by_segment(&keys, prefix.into(), false);
-            let children: Vec<_> =
-                (sizes.children.iter()).map(|child| (child.name.text(), child.is_prefix, child.sizes.keys)).collect();
-            let want: Vec<_> =
-                want.iter().map(|(name, is_prefix, keys)| ((*name).to_owned(), *is_prefix, *keys)).collect();
-            assert_eq!((sizes.prefix.text(), children), (want_prefix.to_owned(), want));
-        }
     }
 }

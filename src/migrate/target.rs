@@ -264,8 +264,9 @@ impl Target {
     }
 
     /// Begins the archive, if rows are to be kept, and finishes a compaction that was interrupted. Call it before anything is
-    /// written, and only if the database is a copy of the source: it deletes rows.
+    /// written, and only if the database is a copy of the source: it deletes rows, and the remaining times of leases.
     pub(super) async fn begin(&mut self) -> Result<()> {
+        self.log.forget_lease_times().await?;
         let compacted = self.compact_revision();
         if let Some(history) = &self.history {
             history.begin(compacted, self.head()).await;

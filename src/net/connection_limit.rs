@@ -6,7 +6,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::{info, warn};
 
-use super::log_limit::LogLimit;
+use crate::logging::LogLimit;
 
 /// File descriptors reserved for the database, snapshots and the log; the same number as in etcd.
 const RESERVED_FILES: u64 = 150;

@@ -18,7 +18,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use super::log_limit::LogLimit;
+use crate::logging::LogLimit;
 
 /// Maximum time until a client has sent [`FIRST_BYTES`] or receives a response.
 const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(10);

@@ -24,7 +24,7 @@ use tokio::{
 use tokio_rustls::{
     TlsAcceptor,
     rustls::{
-        ServerConfig, SupportedCipherSuite, SupportedProtocolVersion,
+        Error as TlsError, InvalidMessage, ServerConfig, SupportedCipherSuite, SupportedProtocolVersion,
         crypto::{CryptoProvider, ring},
         pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
         version::{TLS12, TLS13},
@@ -99,9 +99,10 @@ impl Acceptor {
     /// If the handshake fails or takes too long.
     pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) -> io::Result<TlsStream<S>> {
         let handshake = TlsAcceptor::from(self.loaded().config).accept(stream);
-        timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| {
+        let accepted = timeout(HANDSHAKE_MAX, handshake).await.unwrap_or_else(|_| {
             Err(io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_MAX:?}")))
-        })
+        });
+        accepted.map_err(explained)
     }
 
     /// Returns whether every client must present a certificate.
@@ -143,6 +144,15 @@ impl Acceptor {
         }
         state.loaded.clone()
     }
+}
+
+/// Names the cause of a message of an unknown type: the client does not begin with TLS.
+fn explained(error: io::Error) -> io::Error {
+    let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<TlsError>());
+    if matches!(cause, Some(TlsError::InvalidMessage(InvalidMessage::InvalidContentType))) {
+        return io::Error::new(error.kind(), "the client does not use TLS");
+    }
+    error
 }
 
 fn stamps(settings: &Tls) -> Vec<Option<FileStamp>> {

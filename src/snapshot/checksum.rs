@@ -33,6 +33,8 @@ pub(super) enum Form {
     Etcd,
     /// That of snapshots of Orlop 0.2.0 and before, and of database files.
     Sqlite,
+    /// The same, without the checksum that is to be verified.
+    BareSqlite,
 }
 
 /// Checks that a snapshot of Orlop or of etcd is complete.
@@ -65,7 +67,8 @@ fn checksum_matches(mut file: impl Read, size: u64) -> std::io::Result<bool> {
     Ok(hash.finalize()[..] == stored)
 }
 
-/// Checks the beginning and the size of a snapshot. Returns its form, and its size without the checksum in bytes.
+/// Checks the beginning and the size of a snapshot. Returns its form, and its size without the checksum in bytes. A SQLite
+/// database without a checksum is left to the caller, who can say more about it.
 pub(super) fn examine(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
     let unreadable = |error: std::io::Error| file_error("read", path, &error);
     let name = path.display();
@@ -85,12 +88,20 @@ pub(super) fn examine(path: &Path, check: HashCheck) -> Result<(Form, u64)> {
         }
         return Ok((form, if has_checksum { size - CHECKSUM_BYTES } else { size }));
     }
-    if !has_checksum {
-        return Err(Error::File(format!(
-            "{name} has no checksum at its end: it is truncated, or a copy of a database file, which can be used with --skip-hash-check"
-        )));
+    match (form, has_checksum) {
+        (_, true) => Ok((form, size - CHECKSUM_BYTES)),
+        (Form::Sqlite | Form::BareSqlite, false) => Ok((Form::BareSqlite, size)),
+        (Form::Etcd, false) => Err(missing(path)),
     }
-    Ok((form, size - CHECKSUM_BYTES))
+}
+
+/// Returns the error for a file that ends without a checksum.
+pub(super) fn missing(path: &Path) -> Error {
+    Error::File(format!(
+        "{} has no checksum at its end: it is truncated, or a copy of a database file, which can be used with \
+         --skip-hash-check",
+        path.display()
+    ))
 }
 
 /// Checks the checksum of a snapshot that [`examine`] accepted. Reads the whole file.

@@ -65,7 +65,51 @@ enum Command {
 
         #[command(flatten)]
         datastore: DatastoreFlags,
+
+        #[command(flatten)]
+        ignored: IgnoredFlags,
     },
+}
+
+/// Flags of `etcdutl snapshot restore` for the members of a cluster and the files of etcd. They have no effect, so that a
+/// command line written for etcdutl restores a snapshot.
+#[derive(Debug, clap::Args)]
+struct IgnoredFlags {
+    #[arg(long, hide = true)]
+    name: Option<String>,
+
+    #[arg(long, hide = true)]
+    initial_cluster: Option<String>,
+
+    #[arg(long, hide = true)]
+    initial_cluster_token: Option<String>,
+
+    #[arg(long, hide = true)]
+    initial_advertise_peer_urls: Option<String>,
+
+    #[arg(long, hide = true)]
+    initial_memory_map_size: Option<String>,
+
+    #[arg(long, hide = true)]
+    wal_dir: Option<String>,
+}
+
+impl IgnoredFlags {
+    /// Reports on standard error which flags are given.
+    fn report(&self) {
+        let flags = [
+            ("name", &self.name),
+            ("initial-cluster", &self.initial_cluster),
+            ("initial-cluster-token", &self.initial_cluster_token),
+            ("initial-advertise-peer-urls", &self.initial_advertise_peer_urls),
+            ("initial-memory-map-size", &self.initial_memory_map_size),
+            ("wal-dir", &self.wal_dir),
+        ];
+        let given: Vec<&str> = flags.iter().filter(|(_, value)| value.is_some()).map(|(name, _)| *name).collect();
+        if !given.is_empty() {
+            eprintln!("orlop: ignoring flags of etcdutl that have no effect in Orlop: {}", given.join(", "));
+        }
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -104,7 +148,8 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
             let status = status(&snapshot.file, snapshot.check())?;
             Ok(writeln!(std::io::stdout(), "{}", report::text(&status, write_out))?)
         }
-        Command::Restore { snapshot, bump_revision, mark_compacted: _, without_history, datastore } => {
+        Command::Restore { snapshot, bump_revision, mark_compacted: _, without_history, datastore, ignored } => {
+            ignored.report();
             let settings = Settings::load(&Flags::from(datastore))?;
             let datastore = settings.datastore()?;
             let purpose = Purpose::NewStore(bump_revision.map(Bump));

@@ -1,5 +1,7 @@
 //! Alarms: raised and cleared by clients, and by the quota.
 
+use std::time::Instant;
+
 use orlop_wire::proto::client::etcdserverpb::{
     AlarmMember, AlarmRequest, AlarmType, CompactionRequest, DefragmentRequest, DeleteRangeRequest, LeaseGrantRequest,
     PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, alarm_request::AlarmAction, request_op::Request,
@@ -87,6 +89,28 @@ async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
         assert_eq!(http_get(server.endpoint(), "/health").await.status, 200);
         client.kv.put(put("k", b"v".into())).await.expect("puts are accepted again");
     }
+}
+
+/// Anyone who reaches the port can send probes. A failed one is counted, and must not cost a line of the log.
+async fn failed_probes_do_not_fill_the_log(backend: Backend) {
+    const PROBES: u32 = 100;
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let health = server.metric("etcd_server_health_failures").await;
+    alarm(&mut client, AlarmAction::Activate, AlarmType::Corrupt).await;
+    for (path, message) in [("/health", "serving /health false"), ("/readyz", "health check failed")] {
+        let began = Instant::now();
+        for _ in 0..PROBES {
+            assert_eq!(http_get(server.endpoint(), path).await.status, 503, "{path}");
+        }
+        // The first one is logged, and one after each second.
+        let lines_max = usize::try_from(began.elapsed().as_secs()).expect("few seconds") + 1;
+        let lines = server.log().matches(message).count();
+        assert!((1..=lines_max).contains(&lines), "{path}: {lines} lines, at most {lines_max} are expected");
+    }
+    let health = server.metric("etcd_server_health_failures").await - health;
+    let check = "etcd_server_healthchecks_total{name=\"data_corruption\",status=\"error\",type=\"readyz\"}";
+    assert_eq!((health, server.metric(check).await), (f64::from(PROBES), f64::from(PROBES)));
 }
 
 /// The store is filled until the alarm is raised; after compaction and defragmentation it accepts writes again, and no
@@ -209,4 +233,8 @@ async fn alarm_applies_to_all_instances() {
     .await;
 }
 
-on_both_backends!(alarm_refuses_the_same_requests_as_etcd, quota_raises_the_alarm_and_freed_space_clears_it,);
+on_both_backends!(
+    alarm_refuses_the_same_requests_as_etcd,
+    failed_probes_do_not_fill_the_log,
+    quota_raises_the_alarm_and_freed_space_clears_it,
+);

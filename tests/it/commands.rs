@@ -104,6 +104,15 @@ async fn status_of_etcd_has_unknown_properties() {
     check_fails(&["status", "--endpoints", "nowhere"], "http://HOST:PORT");
 }
 
+/// etcdctl asks for it.
+#[test]
+fn user_without_a_password_is_an_error() {
+    for command in [&["status"][..], &["history", "a"], &["bench", "put"]] {
+        let arguments = [command, &["--user", "root"]].concat();
+        check_fails(&arguments, "no password for the user root: use --user NAME:PASSWORD, --password");
+    }
+}
+
 #[test]
 fn version_names_orlop_and_etcd() {
     let text = prints(&["version"]);

@@ -215,25 +215,29 @@ async fn refused_token_leads_to_the_form_to_log_in(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     enable(&mut client).await;
     let page = Page::about(server.endpoint(), &[]);
-    let mut visitors = [Visitor::new(&url), page.visitor()];
-    for visitor in &mut visitors {
-        assert_eq!(visitor.log_in("root", &password("root")).await.status, 303);
-        visitor.open("/keys").await;
+    let mut visitors = Vec::new();
+    for url in [&url, &page.url] {
+        for path in ["/overview/live", "/sizes/live", "/", "/sizes", "/keys", "/events/stream"] {
+            let mut visitor = Visitor::new(url);
+            assert_eq!(visitor.log_in("root", &password("root")).await.status, 303);
+            visitor.open("/events").await;
+            visitors.push((path, visitor));
+        }
     }
     // Tokens of the user are refused from now on, as those that have expired.
     act_as(&mut client, "root").await;
     let (name, password) = ("root".to_owned(), "new".to_owned());
     let change = AuthUserChangePasswordRequest { name, password, ..Default::default() };
     client.auth.user_change_password(change).await.expect("the password is changed");
-    for visitor in &mut visitors {
+    for (path, mut visitor) in visitors {
         // The script loads the page again if a part of it has the status 401. Sizes are read in the background.
-        for path in ["/overview/live", "/sizes/live", "/", "/sizes", "/keys"] {
-            crate::support::eventually(path, async || {
-                let answer = visitor.clone().get(path).await;
-                if answer.status == 401 { Ok(()) } else { Err(answer) }
-            })
-            .await;
-        }
+        crate::support::eventually(path, async || {
+            let answer = visitor.clone().get(path).await;
+            if answer.status == 401 { Ok(()) } else { Err(answer) }
+        })
+        .await;
+        // This page needs nothing of the server.
+        assert_eq!(visitor.get("/events").await.status, 401, "the session goes on after {path}");
         let token = value_of(&visitor.get("/").await.body, "token");
         let fields = [("token", token.as_str()), ("name", "root"), ("password", "new")];
         assert_eq!(visitor.post("/login", &fields).await.status, 303);

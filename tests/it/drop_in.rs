@@ -210,7 +210,7 @@ async fn configuration_file_of_etcd_is_read(backend: Backend) {
     for wrong in ["quota-backend-byte: 1\n", "client-transport-security:\n  certfile: x\n"] {
         fs::write(home.path().join("wrong.yml"), wrong).expect("a file can be written");
         let wrong = home.path().join("wrong.yml").display().to_string();
-        check_refused(&["--config-file", &wrong], &[], &["unknown field", "wrong.yml"]);
+        check_refused(&["--config-file", &wrong], &[], &["unknown key", "wrong.yml"]);
     }
 }
 
@@ -232,6 +232,7 @@ async fn variables_of_etcd_are_read(backend: Backend) {
         ("ETCD_VERSION", "3.6.13"),
         // Orlop's own variables override those of etcd.
         ("ORLOP_NAME", "from Orlop's variable"),
+        ("ORLOP_DATABASE_URL", "postgres://host/db"),
     ];
     let environment = variables.map(|(name, value)| (name.to_owned(), value.into())).to_vec();
     let datastore = match backend {
@@ -244,7 +245,8 @@ async fn variables_of_etcd_are_read(backend: Backend) {
     let server = Server::orlop_at(datastore, &[], Place { environment, ..Place::default() }).await;
     check_member(&server, "from Orlop's variable", 12_345_678).await;
     let log = server.log();
-    for part in ["ETCD_INITIAL_CLUSTER", "unrecognized environment variable", "ETCD_UNSUPPORTED_ARCH"] {
+    let unrecognized = ["unrecognized environment variable", "ETCD_UNSUPPORTED_ARCH", "ORLOP_DATABASE_URL"];
+    for part in ["ETCD_INITIAL_CLUSTER"].into_iter().chain(unrecognized) {
         assert!(log.contains(part), "no {part}: {log}");
     }
     assert!(!log.contains("ETCD_VERSION"), "{log}");

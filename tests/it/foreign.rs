@@ -14,7 +14,7 @@ use tonic::Code;
 
 use crate::{
     start::run,
-    support::{Client, Lines, Postgres, Server, database_name, ended, orlop, send_signal, skip, user},
+    support::{Client, Lines, Place, Postgres, Server, database_name, ended, orlop, send_signal, skip, user},
 };
 
 /// Starts orlop with the arguments. The start must fail; returns its error output.
@@ -47,18 +47,47 @@ fn data_directory_of_etcd_is_refused() {
     assert_eq!(left, ["member"], "nothing was written");
 }
 
+/// Creates a database with one table.
+async fn sqlite_file(file: &Path, table: &'static str) {
+    let options = SqliteConnectOptions::new().filename(file).create_if_missing(true);
+    let mut connection = options.connect().await.expect("a database");
+    connection.execute(table).await.expect("a table");
+    connection.close().await.expect("it closes");
+}
+
+const KINES_TABLE: &str = "CREATE TABLE kine (id INTEGER PRIMARY KEY, name TEXT)";
+
 #[tokio::test]
 async fn sqlite_file_of_another_application_is_refused() {
     let home = tempfile::tempdir().expect("a folder");
     let file = home.path().join("state.db");
-    let options = SqliteConnectOptions::new().filename(&file).create_if_missing(true);
-    let mut kine = options.connect().await.expect("a database");
-    kine.execute("CREATE TABLE kine (id INTEGER PRIMARY KEY, name TEXT)").await.expect("a table");
-    kine.close().await.expect("it closes");
+    sqlite_file(&file, KINES_TABLE).await;
     let before = fs::read(&file).expect("a file");
     let text = refusal(home.path(), &["--datastore-endpoint", "sqlite://state.db"]);
-    check_contains(&text, &["state.db is the database of another application", "table kine", "choose another file"]);
+    let because =
+        ["state.db is the database of another application", "table kine", "choose another file", "import kine"];
+    check_contains(&text, &because);
     assert!(fs::read(&file).expect("a file") == before, "nothing was written");
+}
+
+/// An empty store in the folder `server/db` of a k3s would hide the keys of kine.
+#[tokio::test]
+async fn data_directory_with_the_database_of_kine_is_refused() {
+    let home = tempfile::tempdir().expect("a folder");
+    let data = home.path().join("db");
+    fs::create_dir(&data).expect("a folder can be made");
+    sqlite_file(&data.join("state.db"), KINES_TABLE).await;
+    let text = refusal(home.path(), &["--data-dir", "db"]);
+    check_contains(&text, &["db contains state.db, the database of kine", "orlop import kine --from db/state.db"]);
+    let left: Vec<_> =
+        fs::read_dir(&data).expect("a folder").map(|entry| entry.expect("an entry").file_name()).collect();
+    assert_eq!(left, ["state.db"], "nothing was written");
+
+    // Another application may have a file of this name.
+    fs::remove_file(data.join("state.db")).expect("a file can be removed");
+    sqlite_file(&data.join("state.db"), "CREATE TABLE other (id INTEGER)").await;
+    let place = Place { data: Some(data), ..Place::default() };
+    drop(Server::orlop_at(None, &[], place).await);
 }
 
 #[tokio::test]

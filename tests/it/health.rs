@@ -6,15 +6,19 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, StatusRequest};
 
 use sqlx::{
-    ConnectOptions as _,
+    ConnectOptions as _, Connection as _, PgConnection,
     sqlite::{SqliteConnectOptions, SqliteJournalMode},
 };
+use tokio::task::JoinSet;
 
-use crate::support::{
-    Backend, Client, Fsync, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
+use crate::{
+    support::{
+        Backend, Client, Fsync, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
+    },
+    torture::preload::{EIO, Field, Preload, WAL},
 };
 
 async fn probes_respond_as_in_etcd(backend: Backend) {
@@ -127,6 +131,82 @@ async fn instance_without_its_database_is_live_but_not_ready() {
         other => Err(other),
     })
     .await;
+}
+
+async fn has_leader_becomes(server: &Server, value: f64) {
+    eventually("the change of the metric", async || match server.metric("etcd_server_has_leader").await {
+        found if found == value => Ok(()),
+        found => Err(found),
+    })
+    .await;
+}
+
+/// Checks that the server soon shows an outage, although reads succeed.
+async fn outage_of_writes_is_shown(server: &Server) {
+    has_leader_becomes(server, 0.0).await;
+    for (path, status) in [("/health", 503), ("/health?serializable=true", 200), ("/readyz", 200), ("/livez", 200)] {
+        let answer = http_get(server.endpoint(), path).await;
+        assert_eq!(answer.status, status, "{path}: {answer:?}");
+    }
+    let mut client = Client::connect(server.endpoint()).await;
+    let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+    assert_eq!((status.leader, status.errors), (0, vec!["etcdserver: no leader".to_owned()]));
+}
+
+async fn no_outage_is_shown(server: &Server) {
+    has_leader_becomes(server, 1.0).await;
+    assert_eq!(http_get(server.endpoint(), "/health").await.status, 200);
+}
+
+/// Writes without pause, also while writes fail.
+async fn write_forever(mut client: Client) {
+    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
+    loop {
+        let _ = client.kv.put(put.clone()).await;
+    }
+}
+
+/// Without writes of clients, the heartbeat shows it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn read_only_postgres_is_an_outage() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    no_outage_is_shown(&server).await;
+    postgres.psql("postgres", "ALTER SYSTEM SET default_transaction_read_only = on");
+    postgres.psql("postgres", "SELECT pg_reload_conf()");
+    outage_of_writes_is_shown(&server).await;
+    postgres.psql("postgres", "ALTER SYSTEM RESET default_transaction_read_only");
+    postgres.psql("postgres", "SELECT pg_reload_conf()");
+    no_outage_is_shown(&server).await;
+}
+
+/// The heartbeat succeeds, because it uses another table.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locked_table_is_an_outage() {
+    let Some(server) = Server::orlop(Backend::Postgres).await else { return };
+    let datastore = server.datastore().expect("Postgres has an endpoint");
+    let mut other = PgConnection::connect(datastore).await.expect("the database exists");
+    let locked = sqlx::raw_sql("BEGIN; LOCK TABLE kv_log IN EXCLUSIVE MODE").execute(&mut other).await;
+    locked.expect("the table is locked");
+    let mut writers = JoinSet::new();
+    writers.spawn(write_forever(Client::connect(server.endpoint()).await));
+    outage_of_writes_is_shown(&server).await;
+    other.close().await.expect("the connection closes");
+    no_outage_is_shown(&server).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sqlite_on_a_disk_that_cannot_sync_is_an_outage() {
+    let preload = Preload::build();
+    let place = Place { environment: preload.environment(), ..Place::default() };
+    let server = Server::orlop_at(None, &[], place).await;
+    preload.set(Field::SyncErrno, EIO);
+    preload.set(Field::SyncFiles, WAL);
+    let mut writers = JoinSet::new();
+    writers.spawn(write_forever(Client::connect(server.endpoint()).await));
+    outage_of_writes_is_shown(&server).await;
+    preload.set(Field::SyncFiles, 0);
+    no_outage_is_shown(&server).await;
 }
 
 /// A hanging database cannot be distinguished from a slow one. A restart would not help, so the watchdog must not

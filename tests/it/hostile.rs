@@ -11,7 +11,7 @@ mod encoded;
 mod gateway;
 mod held;
 mod snapshots;
-mod streams;
+pub mod streams;
 mod transactions;
 pub mod wire;
 

@@ -18,7 +18,10 @@ use tonic::Code;
 
 use crate::{
     check::{Place, open_log},
-    support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, http, on_both_backends},
+    support::{
+        Backend, Client, DEADLINE, Link, NetworkState, Postgres, Server, Stream, eventually, everything, http,
+        on_both_backends, orlop, run,
+    },
 };
 
 /// The lease that clients renew without pause, so that renewals wait for each other.
@@ -187,43 +190,77 @@ async fn renew_background_lease(server: &Server, clients: usize) -> JoinSet<()> 
     for _ in 0..clients {
         let mut client = Client::connect(server.endpoint()).await;
         others.spawn(async move {
-            let requests = stream::repeat(LeaseKeepAliveRequest { id: BACKGROUND_LEASE });
-            let mut answers = client.lease.lease_keep_alive(requests).await.expect("a stream").into_inner();
-            while let Ok(Some(_)) = answers.message().await {}
+            loop {
+                let request = stream::iter([LeaseKeepAliveRequest { id: BACKGROUND_LEASE }]);
+                let Ok(answers) = client.lease.lease_keep_alive(request).await else { return };
+                let Ok(Some(_)) = answers.into_inner().message().await else { return };
+            }
         });
     }
     others
 }
 
+/// Grants leases with the ids from 1 to `count`.
+async fn grant_many(client: &Client, ttl: i64, count: i64) {
+    let grants = (1..=count).map(|id| {
+        let mut client = client.clone();
+        async move { client.lease.lease_grant(LeaseGrantRequest { ttl, id }).await }
+    });
+    let granted: Result<Vec<_>, _> = stream::iter(grants).buffered(64).try_collect().await;
+    assert_eq!(granted.expect("grants").len() as i64, count);
+}
+
+/// Renews these leases as a client does that renews all its leases at once, and checks that none of them is lost.
+async fn renew_many(client: &mut Client, ttl: i64, count: i64) {
+    let requests: Vec<_> = (1..=count).map(|id| LeaseKeepAliveRequest { id }).collect();
+    let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
+    let answers: Vec<_> = answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
+    assert!(answers == (1..=count).map(|id| (id, ttl)).collect::<Vec<_>>(), "each lease is renewed: {answers:?}");
+}
+
+/// Returns the number of commits that last wrote the leases. `xmin` identifies the transaction that wrote a row.
+async fn lease_commits(datastore: &str) -> i64 {
+    let mut database = PgConnection::connect(datastore).await.expect("the database exists");
+    let commits = sqlx::query_scalar("SELECT count(DISTINCT xmin::text) FROM lease WHERE id <> $1");
+    commits.bind(BACKGROUND_LEASE).fetch_one(&mut database).await.expect("the leases are rows")
+}
+
 async fn many_leases_are_kept_alive_on_one_stream(backend: Backend) {
     const TTL: i64 = 60;
+    const LEASES: i64 = 1_500;
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: BACKGROUND_LEASE }).await.expect("a grant");
-    let grants = (1..=1_500).map(|id| {
-        let mut client = client.clone();
-        async move { client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id }).await.map(|_| id) }
-    });
-    let ids: Vec<i64> = stream::iter(grants).buffered(64).try_collect().await.expect("grants");
-    // A client renews all its leases at once.
+    grant_many(&client, TTL, LEASES).await;
     for others in [0, 16] {
         let _others = renew_background_lease(&server, others).await;
         for _ in 0..2 {
-            let requests: Vec<_> = ids.iter().map(|id| LeaseKeepAliveRequest { id: *id }).collect();
-            let answers = client.lease.lease_keep_alive(stream::iter(requests)).await.expect("a stream").into_inner();
-            let answers: Vec<_> =
-                answers.map_ok(|answer| (answer.id, answer.ttl)).try_collect().await.expect("answers");
-            let lost = ids.iter().map(|id| (*id, TTL)).filter(|kept| !answers.contains(kept)).count();
-            assert_eq!((answers.len(), lost), (ids.len(), 0), "with {others} other clients");
+            renew_many(&mut client, TTL, LEASES).await;
         }
     }
-    // If each renewal were a commit of its own, all of them could take longer than the TTL. `xmin` identifies the
-    // transaction that last wrote the row.
+    // If each renewal were a commit of its own, all of them could take longer than the TTL.
     let Some(datastore) = server.datastore() else { return };
-    let mut database = PgConnection::connect(datastore).await.expect("the database exists");
-    let commits = sqlx::query_scalar("SELECT count(DISTINCT xmin::text) FROM lease WHERE id <> $1");
-    let commits: i64 = commits.bind(BACKGROUND_LEASE).fetch_one(&mut database).await.expect("the leases are rows");
-    assert!(commits < ids.len() as i64 / 4, "{commits} commits for {} leases", ids.len());
+    let commits = lease_commits(datastore).await;
+    assert!(commits < LEASES / 4, "{commits} commits for {LEASES} leases");
+}
+
+/// While a commit takes milliseconds, a stream brings more than a few renewals. If a commit renewed only these, the leases of
+/// a client with thousands of them would end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn few_commits_of_a_distant_postgres_renew_many_leases() {
+    const TTL: i64 = 600;
+    const LEASES: i64 = 2_000;
+    /// At least, on average.
+    const RENEWED_BY_A_COMMIT: i64 = 32;
+    let Some(postgres) = Postgres::shared().await else { return };
+    let (link, datastore) = (Link::to(postgres.port()).await, postgres.create_database());
+    let server = Server::orlop_on(&link.endpoint(&datastore), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    grant_many(&client, TTL, LEASES).await;
+    link.set_network(NetworkState::Slow(Duration::from_millis(10)));
+    renew_many(&mut client, TTL, LEASES).await;
+    let commits = lease_commits(&datastore).await;
+    assert!(commits <= LEASES / RENEWED_BY_A_COMMIT, "{commits} commits for {LEASES} leases");
 }
 
 /// A renewal of an old lease does not extend a new lease with the same id.
@@ -308,6 +345,19 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     assert_eq!(found.count, 0);
 }
 
+/// Starts Orlop on the data of a server that has stopped, in such a way that the start fails after it has read them.
+fn start_in_vain(server: &Server) {
+    let mut start = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--data-dir"]);
+    start.arg(server.data_dir()).args(["--auth-token", "jwt,sign-method=RS256,pub-key=/nowhere/key.pem"]);
+    if let Some(datastore) = server.datastore() {
+        start.args(["--datastore-endpoint", datastore]);
+    }
+    let ended = run(&mut start);
+    let text = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.code() == Some(1) && text.contains("cannot read /nowhere/key.pem"), "{ended:?}");
+}
+
+/// A start that fails is not listed as a member, and changes no lease.
 async fn lease_continues_with_its_remaining_time_after_a_stop(backend: Backend) {
     const TTL: i64 = 600;
     let Some(mut server) = Server::orlop(backend).await else { return };
@@ -325,8 +375,15 @@ async fn lease_continues_with_its_remaining_time_after_a_stop(backend: Backend) 
         left => Err(left),
     })
     .await;
-    for _ in 0..2 {
+    for starts_in_vain in 0..2 {
         assert!(server.terminate().await.success());
+        (0..starts_in_vain).for_each(|_| start_in_vain(&server));
+        if let Some(datastore) = server.datastore() {
+            let mut database = PgConnection::connect(datastore).await.expect("the database exists");
+            let members = sqlx::query_scalar("SELECT count(*) FROM member").fetch_one(&mut database).await;
+            let members: i64 = members.expect("the members are rows");
+            assert_eq!(members, 0, "after {starts_in_vain} starts in vain");
+        }
         server.restart().await;
         let mut client = Client::connect(server.endpoint()).await;
         let left = left(&mut client).await;

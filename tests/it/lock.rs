@@ -1,12 +1,20 @@
 //! The Lock and Election services. They use the same keys as clients that implement locks and elections themselves.
 
+use std::time::Duration;
+
+use futures_util::future::select;
 use orlop_wire::proto::client::{
     etcdserverpb::{DeleteRangeRequest, LeaseGrantRequest, LeaseRevokeRequest, PutRequest, RangeRequest},
     v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ResignRequest},
     v3lockpb::{LockRequest, UnlockRequest},
 };
 use prost::Message as _;
-use tokio::{process::Command, sync::mpsc, task::JoinHandle, time::timeout};
+use tokio::{
+    process::Command,
+    sync::mpsc,
+    task::{JoinHandle, yield_now},
+    time::{Instant, sleep, timeout},
+};
 use tonic::{Code, Status};
 
 use crate::{
@@ -48,6 +56,32 @@ async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
         if found == count { Ok(()) } else { Err(found) }
     })
     .await;
+}
+
+/// Returns the keys that begin with `prefix`.
+async fn keys(client: &mut Client, prefix: &str) -> Vec<String> {
+    let range = RangeRequest {
+        key: prefix.to_owned().into(),
+        range_end: format!("{prefix}~").into(),
+        keys_only: true,
+        ..Default::default()
+    };
+    let found = client.kv.range(range).await.expect("a range").into_inner().kvs;
+    found.into_iter().map(|kv| String::from_utf8_lossy(&kv.key).into_owned()).collect()
+}
+
+/// Repeats a call in a task until the database is available.
+fn repeat<T: Send + 'static>(
+    call: impl Fn() -> JoinHandle<Result<T, Status>> + Send + 'static,
+) -> JoinHandle<Result<T, Status>> {
+    tokio::spawn(async move {
+        loop {
+            match call().await.expect("the task ends") {
+                Err(status) if status.code() == Code::Unavailable => sleep(Duration::from_millis(10)).await,
+                done => return done,
+            }
+        }
+    })
 }
 
 async fn lock_is_granted_in_request_order(backend: Backend) {
@@ -192,6 +226,99 @@ async fn client_that_cancels_during_an_outage_leaves_the_queue() {
     wait_for_keys(&client, "door/", 1).await;
 }
 
+/// The server tries again to remove the entries of cancelled calls, until later calls with the same lease have found them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn removal_after_an_outage_spares_the_entries_of_later_calls() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let waiting = second_in_queue(&mut client).await;
+    let first = elected(campaign(&client, "seat", 0x10, "alice")).await;
+    let candidate = campaign(&client, "seat", 0x11, "bob");
+    wait_for_keys(&client, "seat/", 2).await;
+    grant(&mut client, 0x12).await;
+
+    postgres.stop();
+    waiting.abort();
+    candidate.abort();
+    eventually("two failed attempts", async || {
+        let log = server.log();
+        if log.matches("cannot remove the entry of a cancelled call").count() == 2 { Ok(()) } else { Err(log) }
+    })
+    .await;
+    let (locks, campaigns) = (client.clone(), client.clone());
+    let waiting = repeat(move || lock(&locks, "door", 0x11));
+    let candidate = repeat(move || campaign(&campaigns, "seat", 0x11, "bob"));
+    postgres.start_again().await;
+    put_with_retries(&client, "after").await;
+    client.lock.unlock(UnlockRequest { key: "door/10".into() }).await.expect("the lock is released");
+    client.election.resign(ResignRequest { leader: Some(first) }).await.expect("the leader resigns");
+    assert_eq!(held(waiting).await, "door/11");
+    assert_eq!(&elected(candidate).await.key[..], b"seat/11");
+
+    // A removal would follow within a second.
+    let others = select(lock(&client, "door", 0x12), campaign(&client, "seat", 0x12, "carol"));
+    assert!(timeout(Duration::from_secs(3), others).await.is_err(), "two clients have the same lock or seat");
+    assert_eq!(keys(&mut client, "door/1").await, ["door/11", "door/12"]);
+    assert_eq!(keys(&mut client, "seat/1").await, ["seat/11", "seat/12"]);
+}
+
+/// A client that gives up waiting for an answer, and tries again at once.
+async fn call_that_repeats_a_cancelled_one_keeps_its_entry(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut expected = Vec::new();
+    for round in 0..20 {
+        let (first, second) = (0x100 + 2 * round, 0x101 + 2 * round);
+        for lease in [first, second] {
+            grant(&mut client, lease).await;
+        }
+        let (door, seat) = (format!("door{round:02}"), format!("seat{round:02}"));
+        held(lock(&client, &door, first)).await;
+        let leader = elected(campaign(&client, &seat, first, "alice")).await;
+        let call = || (lock(&client, &door, second), campaign(&client, &seat, second, "bob"));
+        let (waiting, candidate) = call();
+        for name in [&door, &seat] {
+            wait_for_keys(&client, &format!("{name}/"), 2).await;
+        }
+        waiting.abort();
+        candidate.abort();
+        let (waiting, candidate) = call();
+        let mut holder = client.clone();
+        holder.lock.unlock(UnlockRequest { key: format!("{door}/{first:x}").into() }).await.expect("it is released");
+        holder.election.resign(ResignRequest { leader: Some(leader) }).await.expect("the leader resigns");
+        expected.push(held(waiting).await);
+        assert_eq!(String::from_utf8_lossy(&elected(candidate).await.key), format!("{seat}/{second:x}"));
+        expected.push(format!("{seat}/{second:x}"));
+    }
+    expected.sort();
+    let found = [keys(&mut client, "door").await, keys(&mut client, "seat").await].concat();
+    assert_eq!(found, expected, "each call that was granted something has its key");
+}
+
+/// Also while its entry is being written.
+async fn call_that_is_cancelled_at_any_moment_leaves_its_queue(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    grant(&mut client, 0x10).await;
+    held(lock(&client, "door", 0x10)).await;
+    elected(campaign(&client, "seat", 0x10, "alice")).await;
+    for number in 0..100 {
+        let lease = grant(&mut client, 0x100 + number).await;
+        let (waiting, candidate) = (lock(&client, "door", lease), campaign(&client, "seat", lease, "bob"));
+        // Sleeping is not exact enough.
+        let moment = Instant::now() + Duration::from_micros(50) * u32::try_from(number).expect("it is small");
+        while Instant::now() < moment {
+            yield_now().await;
+        }
+        waiting.abort();
+        candidate.abort();
+    }
+    for prefix in ["door/", "seat/"] {
+        wait_for_keys(&client, prefix, 1).await;
+    }
+}
+
 fn campaign(client: &Client, name: &str, lease: i64, value: &str) -> JoinHandle<Result<LeaderKey, Status>> {
     let mut election = client.election.clone();
     let request = CampaignRequest { name: name.to_owned().into(), lease, value: value.to_owned().into() };
@@ -299,7 +426,27 @@ async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
     assert_eq!(leader(&mut client).await.expect("a leader"), "dave");
 }
 
+/// etcd answers that the client is elected.
+async fn campaign_of_an_ended_lease_is_refused(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for id in [0x10, 0x11] {
+        grant(&mut client, id).await;
+    }
+    let first = elected(campaign(&client, "seat", 0x10, "alice")).await;
+    let candidate = campaign(&client, "seat", 0x11, "bob");
+    wait_for_keys(&client, "seat/", 2).await;
+    revoke(&mut client, 0x11).await;
+    client.election.resign(ResignRequest { leader: Some(first) }).await.expect("the leader resigns");
+    let refused = timeout(DEADLINE, candidate).await.expect("a response in time").expect("the task ends");
+    let refused = refused.expect_err("the lease has ended");
+    assert_eq!((refused.code(), refused.message()), (Code::Unknown, "election: not leader"));
+}
+
 on_both_backends!(
+    call_that_is_cancelled_at_any_moment_leaves_its_queue,
+    call_that_repeats_a_cancelled_one_keeps_its_entry,
+    campaign_of_an_ended_lease_is_refused,
     lock_is_granted_in_request_order,
     lock_refuses_invalid_requests_as_etcd,
     lock_wait_ends_at_the_callers_deadline,

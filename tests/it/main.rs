@@ -43,6 +43,7 @@ mod services;
 mod size;
 mod slow_watch;
 mod snapshot;
+mod stalled;
 mod start;
 mod support;
 mod tidy;

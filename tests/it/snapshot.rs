@@ -304,6 +304,24 @@ async fn incomplete_snapshots_are_refused() {
     check_refused(&again, &["orlop.db exists already", "move it and the files"]);
 }
 
+/// A command line for etcdutl restores the snapshot.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flags_of_etcdutl_have_no_effect() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let file = save(&mut Client::connect(server.endpoint()).await, home.path()).await;
+    let target = home.path().join("data");
+    let members = ["--name=m1", "--initial-cluster", "m1=http://a:2380,m2=http://b:2380", "--initial-cluster-token=t"];
+    let places = ["--initial-advertise-peer-urls=http://a:2380", "--wal-dir", "wal", "--initial-memory-map-size=1"];
+    let restore = [&["snapshot", "restore", path(&file), "--data-dir", path(&target)][..], &members, &places].concat();
+    let output = run(&mut orlop(restore));
+    let text = String::from_utf8_lossy(&output.stderr);
+    let notice = "ignoring flags of etcdutl that have no effect in Orlop: name, initial-cluster, \
+                  initial-cluster-token, initial-advertise-peer-urls, initial-memory-map-size, wal-dir\n";
+    assert!(output.status.success() && text.ends_with(notice), "{text}");
+    assert!(target.join("orlop.db").exists() && !home.path().join("wal").exists());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreign_and_newer_databases_are_refused() {
     let home = TempDir::new().expect("a folder");
@@ -319,9 +337,18 @@ async fn foreign_and_newer_databases_are_refused() {
         }
     };
     let other = sqlite("other.db", "CREATE TABLE t (a)").await;
+    let kine = sqlite("kine.db", "CREATE TABLE kine (id INTEGER)").await;
     let target = home.path().join("data");
-    let restore = ["snapshot", "restore", path(&other), "--skip-hash-check", "--data-dir", path(&target)];
-    check_refused(&restore, &["other.db", "is not an Orlop database"]);
+    // A flag that would not help is not named.
+    for flags in [&["--skip-hash-check"][..], &[]] {
+        for (file, because) in [
+            (&other, ["other.db", "is not an Orlop database"]),
+            (&kine, ["kine.db is a database of kine", "orlop import kine --from"]),
+        ] {
+            let restore = [&["snapshot", "restore", path(file), "--data-dir", path(&target)][..], flags].concat();
+            check_refused(&restore, &because);
+        }
+    }
 
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     server.terminate().await;
@@ -355,6 +382,10 @@ async fn copied_file_with_a_wal_is_refused() {
     fs::copy(server.data_dir().join("orlop.db-wal"), &wal).expect("its WAL can be copied");
     let target = home.path().join("data");
     check_refused(&["snapshot", "status", path(&file), "--skip-hash-check"], &["copied.db-wal", "wal_checkpoint"]);
+    let because = ["copied.db is a SQLite database without a checksum", "orlop check --datastore-endpoint sqlite:///"];
+    check_refused(&["snapshot", "status", path(&file)], &because);
+    let unverified = ["snapshot", "restore", path(&file), "--data-dir", path(&target)];
+    check_refused(&unverified, &["copied.db has no checksum", "--skip-hash-check"]);
     let restore = ["snapshot", "restore", path(&file), "--skip-hash-check", "--data-dir", path(&target)];
     check_refused(&restore, &["copied.db-wal", "wal_checkpoint"]);
     assert!(!target.join("orlop.db").exists());

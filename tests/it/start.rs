@@ -80,7 +80,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
         &["127.0.0.1:2379", "http://HOST:PORT, https://HOST:PORT, unix://PATH or unixs://PATH"],
     );
     check_refused(&["--listen-client-urls", "unixs:///x.sock"], &[], &["unixs:///x.sock requires a certificate"]);
-    check_refused(&["--listen-address", "nowhere"], &[], &["listen-address", "no port"]);
+    check_refused(&["--listen-address", "nowhere"], &[], &["listen-address: \"nowhere\" has no port; use HOST:PORT"]);
     check_refused(&["--auto-compaction-retention", "soon"], &[], &["auto-compaction-retention", "soon", "10m"]);
     check_refused(
         &["--auto-compaction-mode", "revision", "--auto-compaction-retention", "10m"],
@@ -105,7 +105,7 @@ fn errors_name_invalid_settings_and_accepted_values() {
     // A string setting accepts a value that looks like a number: each of these starts fails for another reason.
     let numbers = [("ORLOP_NAME", "12"), ("ORLOP_AUTO_COMPACTION_RETENTION", "5"), ("ORLOP_DATA_DIR", "1.50")];
     check_refused(&["--max-txn-ops", "0"], &numbers, &["max-txn-ops must be at least 1"]);
-    check_refused(&["--config-file", "bad.toml"], &[], &["max-txn-opps", "bad.toml"]);
+    check_refused(&["--config-file", "bad.toml"], &[], &["config-file bad.toml: unknown key max-txn-opps;"]);
     check_refused(&["--config-file", "bad.yaml"], &[], &["max-txn-ops", "bad.yaml"]);
     check_refused(&["--config-file", "none.toml"], &[], &["none.toml: No such file"]);
     check_refused(&["--datastore-endpoint", "mysql://user:secret@host/db"], &[], &["sqlite://", "postgres://"]);
@@ -144,6 +144,9 @@ fn errors_name_invalid_settings_and_accepted_values() {
 fn errors_name_sources_and_settings_that_do_not_fit() {
     let traces = ["--enable-distributed-tracing", "--distributed-tracing-address", "http://localhost:4317"];
     check_refused(&traces, &[], &["distributed-tracing-address must be HOST:PORT without a scheme"]);
+    let port = "the port of \"http://localhost:99999\" is not a number from 0 to 65535";
+    check_refused(&["--listen-client-urls", "http://localhost:99999"], &[], &[port]);
+    check_refused(&[], &[("ORLOP_ENDPOINT", "mysql://host/db")], &["datastore-endpoint must be sqlite://"]);
     let members = "initial-cluster names 3 members, but SQLite serves one instance";
     let cluster = "a=http://a:2380,b=http://b:2380,c=http://c:2380";
     check_refused(&["--initial-cluster", cluster], &[], &[members]);
@@ -176,6 +179,35 @@ fn errors_name_databases_that_cannot_be_opened() {
         check_refused(&[&port[..], &["--datastore-endpoint", endpoint]].concat(), &[], &[named]);
     }
     check_refused(&["--listen-client-urls", "http://256.0.0.1:1"], &[], &["256.0.0.1"]);
+}
+
+/// The start waits for the file as for a database that is not running, because a file may be mounted later.
+#[test]
+fn start_that_waits_for_a_certificate_names_its_file() {
+    let endpoint = "postgres://user:secret@127.0.0.1:1/db?sslmode=verify-full&sslrootcert=/nofile";
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let mut process = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("orlop is built with the tests");
+    let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
+    let waiting = lines.find(|line| line.contains("cannot connect yet"));
+    process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
+    let waiting = waiting.expect("the reason is logged");
+    assert!(waiting.contains("sslrootcert /nofile: No such file or directory"), "{waiting}");
+}
+
+#[tokio::test]
+async fn advertised_url_that_leads_clients_to_their_own_machine_is_warned_of() {
+    const WARNING: &str = "clients that list the members get a URL that leads each of them to its own machine";
+    let listen = ["--listen-client-urls", "http://0.0.0.0:0"];
+    let named = [&listen[..], &["--advertise-client-urls", "http://localhost:2379"]].concat();
+    for (flags, is_warned_of) in [(&listen[..], true), (&named, false), (&[], false)] {
+        let server = sqlite(flags).await;
+        assert_eq!(server.log().contains(WARNING), is_warned_of, "{flags:?}: {}", server.log_tail());
+    }
 }
 
 async fn sqlite(arguments: &[&str]) -> Server {

@@ -173,6 +173,33 @@ async fn commands_say_what_is_wrong_with_the_certificate_of_an_authority() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn errors_name_the_scheme_and_the_authority_that_are_missing() {
+    let Some(authority) = Authority::new() else { return };
+    let secure = server(&authority.sign("server", 30), &[]).await;
+    let plain = Server::orlop_with(Backend::Sqlite, &[]).await.expect("SQLite is always there");
+    let without_tls = secure.endpoint().replace("https://", "http://");
+    let with_tls = plain.endpoint().replace("http://", "https://");
+    for (endpoint, named) in [
+        (&*without_tls, "the server does not answer without TLS; does it use https://?"),
+        (&*with_tls, "the server does not use TLS: use http://"),
+        (secure.endpoint(), "UnknownIssuer; name the certificate of its authority with --cacert"),
+    ] {
+        for command in [&["status"][..], &["get", "a"], &["status", "--user", "a:b"], &["bench", "put", "--total", "1"]]
+        {
+            let mut orlop = Command::new(orlop_program());
+            let ended = output(orlop.args(command).args(["--endpoints", endpoint])).await;
+            let said = String::from_utf8_lossy(&ended.stderr);
+            assert!(!ended.status.success() && said.contains(named), "{command:?} {endpoint}: {said}");
+        }
+    }
+    eventually("a message about a client without TLS", async || {
+        let log = secure.log();
+        if log.contains("the client does not use TLS") { Ok(()) } else { Err(log) }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unix_sockets_support_tls() {
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let home = tempfile::tempdir().expect("a temporary directory can be made");

@@ -155,7 +155,7 @@ impl Common {
     /// Rejects the flags that choose servers, keys and limits, for a command that starts its own servers.
     pub fn reject_target(&self) -> Result<(), Error> {
         // A user in the environment is meant for other servers.
-        let has_user = self.credentials.login().is_some() && std::env::var_os("ETCDCTL_USER").is_none();
+        let has_user = self.credentials.user().is_some() && std::env::var_os("ETCDCTL_USER").is_none();
         let given = [
             ("--endpoints", self.has_endpoints()),
             ("--user", has_user),

@@ -40,6 +40,7 @@ use tower_service::Service;
 use crate::{
     Error, MetricsPage, describe,
     endpoint::{Address, Endpoint, Target},
+    mismatch::{explained, needs_tls},
 };
 use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
@@ -54,6 +55,8 @@ const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time to wait for the first response of a server without TLS. One that is starting answers later.
+const FIRST_ANSWER_MAX: Duration = Duration::from_secs(1);
 const METRICS: &str = "/metrics";
 
 /// etcd's services over one shared connection.
@@ -73,6 +76,7 @@ impl Client {
     pub async fn connect(endpoint: &Endpoint, target: &Target) -> Result<Self, Error> {
         let connected = timeout(CONNECT_TIMEOUT, Self::establish(endpoint, target)).await;
         let client = connected.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::TimedOut)));
+        let client = client.map_err(|source| explained(source, endpoint));
         client.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })
     }
 
@@ -92,7 +96,23 @@ impl Client {
         let scheme = if endpoint.has_tls { "https" } else { "http" };
         let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
-        Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
+        let client = Self { connection, origin, endpoint: Arc::new(endpoint.clone()) };
+        if !endpoint.has_tls {
+            client.check_plain().await?;
+        }
+        Ok(client)
+    }
+
+    /// Checks that the server answers without TLS: a server with TLS accepts the connection, and breaks it only when it has
+    /// read the beginning.
+    async fn check_plain(&self) -> io::Result<()> {
+        let uri = format!("{}version", self.origin).parse::<Uri>().map_err(io::Error::other)?;
+        let request = Request::builder().uri(uri).body(Body::empty()).map_err(io::Error::other)?;
+        match timeout(FIRST_ANSWER_MAX, self.connection.clone().call(request)).await {
+            Ok(Err(_)) => Err(needs_tls(&self.endpoint.address)),
+            // Any response; or the server is starting.
+            Ok(Ok(_)) | Err(_) => Ok(()),
+        }
     }
 
     /// Connects over an open stream without TLS, for example to a server in the same process. `endpoint` is the name of
@@ -318,7 +338,7 @@ impl Connection {
         let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host).map_err(io::Error::other)?;
-        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await.map_err(explained)?;
+        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
         Self::open(stream, token).await
     }
 
@@ -356,16 +376,6 @@ impl Service<Request<Body>> for Connection {
         }
         Box::pin(self.sender.send_request(request))
     }
-}
-
-/// Says what to do about the certificate that `openssl req -x509` creates by default, which Go's clients accept.
-fn explained(error: io::Error) -> io::Error {
-    if error.to_string().contains("CaUsedAsEndEntity") {
-        let text = "the server's certificate is one of a certificate authority; use a certificate that an authority has \
-                    signed, or create it with `-addext basicConstraints=critical,CA:FALSE`";
-        return io::Error::new(error.kind(), text);
-    }
-    error
 }
 
 #[cfg(test)]

@@ -103,14 +103,28 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Returns the name and the password of the user, if the flags contain one.
-    pub fn login(&self) -> Option<(String, String)> {
+    /// Returns the name of the user, if the flags contain one.
+    pub fn user(&self) -> Option<&str> {
         let user = self.user.as_deref()?;
-        Some(match (&self.password, user.split_once(':')) {
-            (Some(password), _) => (user.to_owned(), password.clone()),
-            (None, Some((name, password))) => (name.to_owned(), password.to_owned()),
-            (None, None) => (user.to_owned(), String::new()),
-        })
+        let name = if self.password.is_some() { None } else { user.split_once(':').map(|(name, _)| name) };
+        Some(name.unwrap_or(user))
+    }
+
+    /// Returns the name and the password of the user, if the flags contain one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Flags`] if they contain a name alone, for which etcdctl asks for the password. An empty password must be
+    /// given as one: `NAME:`.
+    pub fn login(&self) -> Result<Option<(String, String)>, Error> {
+        let Some(user) = self.user.as_deref() else { return Ok(None) };
+        match (&self.password, user.split_once(':')) {
+            (Some(password), _) => Ok(Some((user.to_owned(), password.clone()))),
+            (None, Some((name, password))) => Ok(Some((name.to_owned(), password.to_owned()))),
+            (None, None) => Err(Error::Flags(format!(
+                "no password for the user {user}: use --user NAME:PASSWORD, --password or the variable ETCDCTL_PASSWORD"
+            ))),
+        }
     }
 
     /// Returns the TLS configuration.
@@ -174,7 +188,7 @@ impl ServerFlags {
     ///
     /// # Errors
     ///
-    /// If a file cannot be used, or the server cannot be reached or refuses the user.
+    /// If a file cannot be used, a password is missing, or the server cannot be reached or refuses the user.
     pub async fn connect(&self) -> Result<Client, Error> {
         let target = Target::new(vec![self.endpoints.clone()], &self.credentials).await?;
         Client::connect(&self.endpoints, &target).await
@@ -206,9 +220,9 @@ impl ServerFlags {
     ///
     /// # Errors
     ///
-    /// If the server refuses the user.
+    /// If the flags contain no password, or the server refuses the user.
     pub async fn log_in_again(&self, client: &Client) -> Result<Option<Client>, Error> {
-        let Some((name, password)) = self.credentials.login() else { return Ok(None) };
+        let Some((name, password)) = self.credentials.login()? else { return Ok(None) };
         let client = client.with_token(None);
         let token = client.log_in(name, password).await?;
         Ok(Some(client.with_token(token)))
@@ -216,7 +230,7 @@ impl ServerFlags {
 
     /// Returns the name of the user in the flags.
     pub fn user(&self) -> Option<String> {
-        self.credentials.login().map(|(name, _)| name)
+        self.credentials.user().map(str::to_owned)
     }
 
     pub fn endpoint(&self) -> &Endpoint {
@@ -247,12 +261,13 @@ impl Target {
     ///
     /// # Errors
     ///
-    /// If a file cannot be used or the first endpoint refuses the user.
+    /// If a file cannot be used, a password is missing, or the first endpoint refuses the user.
     pub async fn new(endpoints: Vec<Endpoint>, credentials: &Credentials) -> Result<Self, Error> {
+        let login = credentials.login()?;
         let needs_tls = endpoints.iter().any(|endpoint| endpoint.has_tls);
         let tls = if needs_tls { Some(credentials.tls()?) } else { None };
         let mut target = Self { endpoints, tls, token: None };
-        if let (Some((name, password)), Some(endpoint)) = (credentials.login(), target.endpoints.first()) {
+        if let (Some((name, password)), Some(endpoint)) = (login, target.endpoints.first()) {
             target.token = Client::connect(endpoint, &target).await?.log_in(name, password).await?;
         }
         Ok(target)
@@ -330,13 +345,20 @@ mod tests {
             password: password.map(str::to_owned),
             ..Credentials::default()
         };
-        for (given, want) in [
-            (credentials(None, None), None),
-            (credentials(Some("root:a:b"), None), Some(("root", "a:b"))),
-            (credentials(Some("root"), Some("secret")), Some(("root", "secret"))),
-            (credentials(Some("root"), None), Some(("root", ""))),
+        for (given, user, want) in [
+            (credentials(None, None), None, None),
+            (credentials(Some("root:a:b"), None), Some("root"), Some(("root", "a:b"))),
+            (credentials(Some("root:"), None), Some("root"), Some(("root", ""))),
+            (credentials(Some("root"), Some("secret")), Some("root"), Some(("root", "secret"))),
+            (credentials(Some("a:b"), Some("secret")), Some("a:b"), Some(("a:b", "secret"))),
         ] {
-            assert_eq!(given.login(), want.map(|(name, password)| (name.to_owned(), password.to_owned())));
+            let login = given.login().expect("there is a password");
+            assert_eq!(login, want.map(|(name, password)| (name.to_owned(), password.to_owned())));
+            assert_eq!(given.user(), user);
         }
+        let alone = credentials(Some("root"), None);
+        assert_eq!(alone.user(), Some("root"));
+        let error = alone.login().expect_err("there is no password").to_string();
+        assert!(error.starts_with("no password for the user root: use --user NAME:PASSWORD"), "{error}");
     }
 }

@@ -6,6 +6,7 @@
 mod connection;
 mod endpoint;
 mod metrics;
+mod mismatch;
 
 use std::io;
 
@@ -30,12 +31,16 @@ pub enum Error {
     LogIn { endpoint: String, error: String },
 }
 
-/// Formats the status with its sources: the message of a transport error alone does not name the cause.
+/// Formats the status with its sources: the message of a transport error alone does not name the cause. A source that
+/// only repeats the text before it is left out.
 pub fn describe(status: &tonic::Status) -> String {
     let mut text = format!("{:?}: {}", status.code(), status.message());
     let mut source = std::error::Error::source(status);
     while let Some(error) = source {
-        text = format!("{text}: {error}");
+        let part = error.to_string();
+        if !text.ends_with(&part) {
+            text = format!("{text}: {part}");
+        }
         source = error.source();
     }
     text

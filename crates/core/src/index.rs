@@ -25,7 +25,7 @@ pub use self::{
     saved::{InvalidBlock, SavedIndexLoader},
 };
 
-use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, Superseded};
+use crate::types::{Change, ChangeKind, Key, KeyBounds, Revision, RowId, Superseded};
 
 /// The revision to read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,6 +51,15 @@ pub struct TreeIndex {
     live: usize,
     head: Revision,
     compact_revision: Option<Revision>,
+}
+
+/// A change of a key, without its pair.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IndexedChange {
+    pub row: RowId,
+    pub is_delete: bool,
+    /// The row of the version that was live before the change.
+    pub prev: Option<RowId>,
 }
 
 /// The result of [`TreeIndex::first`].
@@ -188,6 +197,24 @@ impl TreeIndex {
     /// Returns the rows of a key that no compaction has removed, oldest first.
     pub fn rows(&self, key: &[u8]) -> Vec<IndexedRow> {
         self.keys.get(key).map(KeyIndex::rows).unwrap_or_default()
+    }
+
+    /// Returns the first changes of a key at or above `from`, at most `max`, oldest first.
+    pub fn changes(&self, key: &[u8], from: Revision, max: usize) -> Vec<IndexedChange> {
+        let Some(index) = self.keys.get(key) else { return Vec::new() };
+        let mut live = index.at(from.prev()).map(|entry| entry.version.row);
+        let indexed = index.rows_from(from).take(max).map(|(row, is_delete)| {
+            let prev = std::mem::replace(&mut live, (!is_delete).then_some(row));
+            IndexedChange { row, is_delete, prev }
+        });
+        indexed.collect()
+    }
+
+    /// Returns whether no key within `bounds` has a row at or above `from`. Visits at most `budget` keys; if there are
+    /// more, returns false.
+    pub fn is_unchanged_since(&self, bounds: KeyBounds<'_>, from: Revision, budget: usize) -> bool {
+        let mut keys = self.keys.range::<[u8], _>(bounds);
+        keys.by_ref().take(budget).all(|(_, index)| index.newest.row.revision < from) && keys.next().is_none()
     }
 
     /// Returns the keys within `bounds` that were live at `at`, in order.

@@ -449,6 +449,12 @@ pub trait Log: History {
         std::future::pending().await
     }
 
+    /// Removes the remaining times of leases that the previous process recorded: from now on this process has them, and they
+    /// change. Call it when everything was read.
+    async fn forget_lease_times(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Finishes running work and closes the database. A log without deadlines records the remaining times of all `leases`
     /// for the next start.
     async fn close(&self, leases: &[LoggedLease]);

@@ -260,7 +260,7 @@ impl Absent {
 metrics! {
     /// Gauges, updated when metrics are requested.
     State {
-        has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached.";
+        has_leader: IntGauge "etcd_server_has_leader", "1 while the database can be reached and accepts writes.";
         is_leader: IntGauge "etcd_server_is_leader",
             "1 if this instance is the leader, which runs tasks that only one instance should run.";
         is_learner: IntGauge "etcd_server_is_learner", "0: there are no learners.";

@@ -56,6 +56,7 @@ pub mod tasks;
 mod timing;
 pub mod txn;
 pub mod values;
+mod write_outage;
 mod write_request;
 mod writer;
 

@@ -139,6 +139,14 @@ pub struct Prev {
     pub kv: Option<EncodedKv>,
 }
 
+impl ChangeKind {
+    /// Returns the put that wrote a pair.
+    pub(crate) fn put(kv: EncodedKv) -> Self {
+        let [create_revision, _, version, lease] = kv.ints();
+        Self::Put { kv, create_revision: Revision(create_revision), version, lease: LeaseId::from_wire(lease) }
+    }
+}
+
 impl Change {
     /// Returns the change as a watch event without the previous pair.
     pub fn event(&self) -> EncodedEvent {

@@ -174,6 +174,7 @@ impl KineTable {
     pub async fn open(from: &str) -> Result<Self> {
         let address = Address::parse(from)?;
         if let Address::Sqlite(file) = &address {
+            refuse_folder(file)?;
             refuse_open_file(file)?;
         }
         let mut table = Self::begin(address).await?;
@@ -383,6 +384,18 @@ fn kine_row(row: &impl LogRow) -> Result<KineRow> {
         lease: row.int(7)?,
         value: row.bytes(8)?,
     })
+}
+
+/// Refuses a folder, and names the file that was probably meant.
+fn refuse_folder(path: &Path) -> Result<()> {
+    if !path.is_dir() {
+        return Ok(());
+    }
+    // Where the file is in the folders of k3s.
+    let usual = ["state.db", "db/state.db", "server/db/state.db"].map(|name| path.join(name));
+    let file = usual.iter().find(|file| file.is_file()).map(|file| file.display().to_string());
+    let file = file.as_deref().unwrap_or("usually state.db in it");
+    Err(Error::Open(format!("{} is a folder; give the file, {file}", path.display())))
 }
 
 /// Refuses a file that another process has open. A process with the file open in WAL mode, as kine has it, holds a

@@ -25,6 +25,7 @@ mod replication;
 mod saved_index;
 mod schema;
 mod space;
+mod tls_files;
 mod view;
 
 use std::{

@@ -11,7 +11,9 @@
 mod append;
 mod archive;
 mod checkpoint;
+mod close;
 mod defragment;
+mod foreign;
 mod inspect;
 mod integrity;
 mod lease_times;
@@ -48,6 +50,8 @@ use tracing::warn;
 use self::{
     append::Batch,
     checkpoint::Checkpointer,
+    close::close_readers,
+    foreign::{refuse_etcd, refuse_kine, refuse_other_tables},
     integrity::{Damage, is_damage, unreadable},
     lock::FileLock,
     readers::Readers,
@@ -63,7 +67,7 @@ pub(crate) use self::{
 use crate::{
     Durability, auth,
     error::unavailable,
-    migrations::{self, cannot_migrate, foreign_table},
+    migrations::{self, cannot_migrate},
     rows::connections,
 };
 use orlop_core::log::{
@@ -72,7 +76,6 @@ use orlop_core::log::{
 };
 use orlop_core::{
     auth::AuthState,
-    files::folder_of,
     private,
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -124,6 +127,7 @@ impl SqliteLog {
     pub async fn open_with(file: &Path, durability: Durability) -> Result<Self> {
         let name = file.display();
         refuse_etcd(file)?;
+        refuse_kine(file).await?;
         let lock = lock_file(file)?;
         let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
 
@@ -152,10 +156,10 @@ impl SqliteLog {
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
         let settings = writer::Settings { file: file.to_owned(), durability };
         let open_writer = |error: rusqlite::Error| Error::Open(format!("cannot open database {name}: {error}"));
-        let mut writer = settings.connect().map_err(open_writer)?;
+        let writer = settings.connect().map_err(open_writer)?;
         // Not before: the last connection to a database deletes its WAL.
         creator.close().await.map_err(open)?;
-        let lease_times = lease_times::take(&mut writer).map_err(open_writer)?;
+        let lease_times = lease_times::read(&writer).map_err(open_writer)?;
         if let Err(error) = wal::preallocate(file) {
             warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
@@ -219,44 +223,6 @@ fn lock_file(file: &Path) -> Result<FileLock> {
         }
     }
     FileLock::acquire(file)
-}
-
-/// Refuses to create a database in the data directory of an etcd server: it would lack the keys of etcd.
-fn refuse_etcd(file: &Path) -> Result<()> {
-    let folder = folder_of(file);
-    if file.exists() || !folder.join("member/snap").is_dir() {
-        return Ok(());
-    }
-    Err(Error::Open(format!(
-        "{} is the data directory of an etcd server, which Orlop cannot serve: choose another data-dir, and move \
-         the store there with orlop migrate",
-        folder.display()
-    )))
-}
-
-/// Refuses a file that contains only tables of other applications, before anything is written to it.
-async fn refuse_other_tables(file: &Path) -> Result<()> {
-    if !file.metadata().is_ok_and(|metadata| metadata.len() > 0) {
-        return Ok(());
-    }
-    let failed = |error: sqlx::Error| Error::Open(format!("cannot open database {}: {error}", file.display()));
-    // A transaction that a crash interrupted must be rolled back before anything can be read.
-    let is_interrupted = load::with_suffix(file, "-journal").exists();
-    let options = SqliteConnectOptions::new()
-        .filename(file)
-        .read_only(!is_interrupted)
-        .busy_timeout(BUSY_TIMEOUT)
-        .disable_statement_logging();
-    let mut connection = options.connect().await.map_err(failed)?;
-    const TABLES: &str = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY 1";
-    let tables: Vec<String> = sqlx::query_scalar(TABLES).fetch_all(&mut connection).await.map_err(failed)?;
-    connection.close().await.map_err(failed)?;
-    foreign_table(&tables).map_or(Ok(()), |table| {
-        Err(Error::Open(format!(
-            "{} is the database of another application: it has the table {table}; choose another file",
-            file.display()
-        )))
-    })
 }
 
 /// Checks that the file is not truncated, because SQLite detects a missing page only when it reads that page. If there
@@ -385,31 +351,21 @@ impl Log for SqliteLog {
         self.damage.found().await
     }
 
+    async fn forget_lease_times(&self) -> Result<()> {
+        self.remove_lease_times().await
+    }
+
     async fn close(&self, leases: &[LoggedLease]) {
-        self.readers.close().await;
-        self.values.close().await;
+        close_readers(async {
+            tokio::join!(self.readers.close(), self.values.close());
+        })
+        .await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
         if let Err(error) = self.record_lease_times(leases).await {
             warn!(%error, "cannot record the remaining times of leases; after the next start they have their full TTL");
         }
-        // Copies the whole WAL into the database file, so that the file alone can be copied while the server is
-        // stopped. The last connection would delete the WAL and its index then, and on a full disk the next start could not
-        // create them.
-        let is_disk_full = self.disk_free().is_some_and(|free| free < wal::MARGIN_BYTES);
-        let truncated = async {
-            let writer = self.writer.lock().await?;
-            let end = move |writer: &mut rusqlite::Connection| match is_disk_full {
-                true => {
-                    writer.set_db_config(rusqlite::config::DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).map(drop)
-                }
-                false => writer.execute_batch("PRAGMA wal_checkpoint(TRUNCATE)"),
-            };
-            writer.run(end).await
-        };
-        if let Err(error) = truncated.await {
-            warn!(%error, "cannot truncate the WAL; the next start uses it");
-        }
+        self.end_wal().await;
     }
 
     fn shared(&self) -> Option<&dyn SharedLog> {
@@ -454,11 +410,6 @@ impl SqliteLog {
     /// Takes note of damage.
     fn watched<T>(&self, done: Result<T>) -> Result<T> {
         done.inspect_err(|error| self.damage.see(error))
-    }
-
-    async fn record_lease_times(&self, leases: &[LoggedLease]) -> rusqlite::Result<()> {
-        let leases = leases.to_vec();
-        self.writer.lock().await?.run(move |writer| lease_times::record(writer, &leases)).await
     }
 
     /// Returns the bytes that this process may still write to the disk of the database.

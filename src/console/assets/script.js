@@ -3,6 +3,7 @@
 
 (() => {
   const REFRESH_MS = 2000;
+  const RETRY_MS = 5000;
   const EVENT_ROWS_MAX = 200;
 
   const say = (text) => {
@@ -74,7 +75,9 @@
     let source = null;
     // The revision up to which changes were received.
     let revision = "";
+    let retry = null;
     const close = () => {
+      clearTimeout(retry);
       if (source) source.close();
       source = null;
     };
@@ -95,8 +98,27 @@
         say("The watch has ended: " + new DOMParser().parseFromString(message.data, "text/html").body.textContent);
       });
       source.addEventListener("error", (error) => {
-        say(error.target.readyState === EventSource.CLOSED ? "Events cannot be read. Load the page again." : "Connecting");
+        if (error.target.readyState === EventSource.CLOSED) refused();
+        else say("Connecting");
       });
+    };
+    // EventSource connects again only after a stream has ended. It does not expose the status
+    // of a response that is not a stream, so that one is requested again.
+    const refused = async () => {
+      close();
+      try {
+        const request = new AbortController();
+        const response = await fetch(part.dataset.events, { credentials: "same-origin", signal: request.signal });
+        if (response.status === 401) {
+          location.reload();
+          return;
+        }
+        if (response.ok) request.abort();
+        else say(await response.text());
+      } catch (error) {
+        say("The page does not answer.");
+      }
+      retry = setTimeout(update, RETRY_MS);
     };
     // A browser has six connections to a site, so a page that nobody sees must not keep one.
     const update = () => {

@@ -3,6 +3,8 @@
 use orlop_client::{Error, describe};
 use tonic::{Code, Status};
 
+use crate::insight::ONLY_ROOT;
+
 /// Why a page cannot be shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::console) enum Failure {
@@ -29,17 +31,16 @@ pub(in crate::console) enum Failure {
 const NOT_LOGGED_IN: [&str; 3] = ["user name is empty", "invalid auth token", "revision of auth store is old"];
 
 impl Failure {
-    /// Returns the failure of a part of the figures, from the text that [`describe`] has made of its status.
-    pub fn of_part(reason: String) -> Self {
+    /// Returns the failure that a text describes: why a part of the figures is missing, which [`describe`] has made of a
+    /// status, or why the server has refused a watch.
+    pub fn of_text(reason: String) -> Self {
         if reason.starts_with("Unauthenticated") || NOT_LOGGED_IN.iter().any(|known| reason.contains(known)) {
             return Self::LoggedOut;
         }
+        if reason == ONLY_ROOT || reason.contains("permission denied") {
+            return Self::Denied(reason);
+        }
         Self::Unavailable(reason)
-    }
-
-    /// Returns the failure of a watch, from the reason with which the server has refused it.
-    pub(super) fn of_watch(reason: String) -> Self {
-        if reason.contains("permission denied") { Self::Denied(reason) } else { Self::of_part(reason) }
     }
 }
 
@@ -89,8 +90,8 @@ mod tests {
             (Code::Unavailable, "etcdserver: request timed out", false),
         ] {
             let status = Status::new(code, text);
-            let of_part = Failure::of_part(describe(&status));
-            let failures = [of_part, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
+            let of_text = Failure::of_text(describe(&status));
+            let failures = [of_text, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
             assert_eq!(failures, [is_logged_out; 2], "{code:?} {text}");
         }
     }
@@ -112,16 +113,19 @@ mod tests {
     }
 
     #[test]
-    fn refused_watches_require_a_log_in_or_a_right() {
+    fn refusals_require_a_log_in_or_a_right() {
         let code = |code: &str, text: &str| format!("rpc error: code = {code} desc = etcdserver: {text}");
         let [denied, other] = [code("PermissionDenied", "permission denied"), "the watch ended".to_owned()];
+        let of_etcd = describe(&Status::permission_denied("etcdserver: permission denied"));
         for (reason, expected) in [
             (code("Unauthenticated", "invalid auth token"), Failure::LoggedOut),
             (code("InvalidArgument", "revision of auth store is old"), Failure::LoggedOut),
             (denied.clone(), Failure::Denied(denied)),
+            (ONLY_ROOT.to_owned(), Failure::Denied(ONLY_ROOT.to_owned())),
+            (of_etcd.clone(), Failure::Denied(of_etcd)),
             (other.clone(), Failure::Unavailable(other)),
         ] {
-            assert_eq!(Failure::of_watch(reason.clone()), expected, "{reason}");
+            assert_eq!(Failure::of_text(reason.clone()), expected, "{reason}");
         }
     }
 }

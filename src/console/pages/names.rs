@@ -45,8 +45,13 @@ pub(super) fn href(place: &str, key: &[u8]) -> Option<String> {
 
 /// Returns a link to a page about a key or a prefix, or its text alone if the link would be too long.
 pub(super) fn link(place: &str, key: &[u8], text: &Markup) -> Markup {
+    linked(href(place, key), text)
+}
+
+/// Returns a link, or its text alone if there is no address because it would be too long.
+pub(super) fn linked(href: Option<String>, text: &Markup) -> Markup {
     html! {
-        @match href(place, key) {
+        @match href {
             Some(href) => a.key href=(href) { (text) },
             None => span.key title="too long for a link" { (text) },
         }

@@ -2,6 +2,7 @@
 
 use axum::response::Response;
 use maud::{Markup, html};
+use orlop_core::store::sizes::NAME_BYTES_MAX;
 
 use super::{
     Tab, Visit, bytes,
@@ -102,9 +103,10 @@ fn number(sizes: PairSizes) -> f64 {
     number.max(1) as f64
 }
 
-/// Returns the beginning of the address of a child's page.
-fn place(child: &Sized) -> &'static str {
-    if child.is_prefix { "/sizes?prefix=" } else { "/key?key=" }
+/// Returns the address of a child's page. There is none if the server may have cut the name.
+fn href(child: &Sized) -> Option<String> {
+    let place = if child.is_prefix { "/sizes?prefix=" } else { "/key?key=" };
+    names::href(place, &child.name.0).filter(|_| child.name.0.len() < NAME_BYTES_MAX)
 }
 
 /// Returns the part of a child's name below the prefix, or the whole name.
@@ -118,7 +120,7 @@ fn children(title: &str, sizes: &Sizes, children: &[Sized]) -> Markup {
     let rows = html! {
         @for child in children {
             tr {
-                td.wide { (names::link(place(child), &child.name.0, &names::name(below(sizes, child)))) }
+                td.wide { (names::linked(href(child), &names::name(below(sizes, child)))) }
                 td.number { (weight(child.sizes)) }
                 td.number { (format!("{:.1} %", number(child.sizes) * 100.0 / all)) }
                 td.number { (child.sizes.keys) }
@@ -137,7 +139,7 @@ fn treemap(sizes: &Sizes, (class, width, height, text): (&str, f64, f64, f64)) -
         svg class=(format!("treemap {class}")) viewBox=(format!("0 0 {width} {height}")) aria-hidden="true" {
             @for (at, (child, area)) in children.iter().zip(areas).enumerate() {
                 @let label = shown_name(below(sizes, child));
-                a href=[names::href(place(child), &child.name.0)] tabindex="-1" {
+                a href=[href(child)] tabindex="-1" {
                     title { (label) ": " (weight(child.sizes)) ", " (child.sizes.keys) " keys" }
                     rect class=(format!("area{}", at % 6)) x=(format!("{:.1}", area.x)) y=(format!("{:.1}", area.y))
                         width=(format!("{:.1}", area.width)) height=(format!("{:.1}", area.height)) {}

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, WatchCreateRequest};
+use orlop_wire::proto::client::etcdserverpb::{AuthUserChangePasswordRequest, PutRequest, WatchCreateRequest};
 use serde_json::Value;
 
 use super::{
@@ -13,9 +13,9 @@ use super::{
     webdriver::{Browser, Colours},
 };
 use crate::{
-    auth::{CHEAP, enable, password},
+    auth::{CHEAP, act_as, enable, password},
     kube_trace::{compare::Peer, replay, trace},
-    support::{Backend, Client, Server},
+    support::{Backend, Client, Link, Server},
 };
 
 /// A key of the recorded control plane that has several versions.
@@ -174,6 +174,27 @@ async fn events_pause_while_nobody_sees_the_page() {
     browser.check_console("events").await;
 }
 
+/// EventSource connects again after a stream has ended, and gives up when the response is an error.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_go_on_after_the_server_was_away() {
+    let Some(browser) = Browser::open(Colours::Light, 1000, 700).await else { return };
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
+    let port =
+        |server: &Server| server.endpoint().rsplit_once(':').expect("a port").1.parse::<u16>().expect("a number");
+    let link = Link::to(port(&server)).await;
+    let page = Page::about(&format!("http://127.0.0.1:{}", link.port()), &[]);
+    browser.go(&format!("{}/events?prefix=/r/", page.url)).await;
+    browser.wait_for("Waiting for events").await;
+    put(&mut Client::connect(server.endpoint()).await, "/r/before", b"1").await;
+    browser.wait_for("/r/before").await;
+    server.kill();
+    browser.wait_for("The server does not answer.").await;
+    server.restart().await;
+    put(&mut Client::connect(server.endpoint()).await, "/r/meanwhile", b"1").await;
+    link.set_target(port(&server));
+    browser.wait_for("/r/meanwhile").await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_view_fits_a_telephone_in_the_dark() {
     let Some(browser) = Browser::open(Colours::Dark, 390, 844).await else { return };
@@ -218,5 +239,26 @@ async fn person_logs_in_and_out() {
     browser.click("form[action='/logout'] button").await;
     browser.wait_for("Log in").await;
     browser.go(&format!("{}/key?key=a/1", page.url)).await;
+    browser.wait_for("Use a name and a password of the server.").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refused_token_leads_from_events_to_the_form_to_log_in() {
+    let Some(browser) = Browser::open(Colours::Light, 1000, 700).await else { return };
+    let server = Server::orlop_with(Backend::Sqlite, &CHEAP).await.expect("SQLite is always there");
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let page = Page::about(server.endpoint(), &["--user", "user"]);
+    browser.go(&format!("{}/events?prefix=a", page.url)).await;
+    browser.type_in("#password", &password("user")).await;
+    browser.click("form.login button").await;
+    browser.wait_for("Waiting for events").await;
+    browser.click("[data-pause]").await;
+    browser.wait_for("Paused").await;
+    act_as(&mut client, "root").await;
+    let (name, password) = ("user".to_owned(), "new".to_owned());
+    let change = AuthUserChangePasswordRequest { name, password, ..Default::default() };
+    client.auth.user_change_password(change).await.expect("the password is changed");
+    browser.click("[data-pause]").await;
     browser.wait_for("Use a name and a password of the server.").await;
 }

@@ -2,8 +2,8 @@
 
 use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DeleteRangeRequest};
 
-use super::page::{Page, put};
-use crate::support::{Backend, Client, Server, on_both_backends};
+use super::page::{Page, Visitor, put};
+use crate::support::{Backend, Client, Server, eventually, free_port, on_both_backends};
 
 async fn events_are_shown_as_they_come(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
@@ -25,7 +25,7 @@ async fn events_are_shown_as_they_come(backend: Backend) {
     assert_eq!(page.visitor().get("/events/stream").await.status, 503);
     drop(open);
     drop(events);
-    crate::support::eventually("room for a stream", async || {
+    eventually("room for a stream", async || {
         put(&mut client.clone(), "/r/a", b"1").await;
         visitor.try_events("/r/").await.map(drop)
     })
@@ -80,8 +80,49 @@ async fn compaction_loses_no_changes_of_a_quiet_prefix(backend: Backend) {
     assert!(!text.contains("are compacted"), "{text}");
 }
 
+/// Waits until the server has this number of watches.
+async fn wait_for_watches(server: &Server, wanted: f64) {
+    eventually("the end of the other watches", async || {
+        let found = server.metric("etcd_debugging_mvcc_watcher_total").await;
+        if found == wanted { Ok(()) } else { Err(found) }
+    })
+    .await;
+}
+
+/// The server's connection to itself has at most 200 calls at the same time.
+async fn watches_end_with_their_streams(backend: Backend) {
+    let url = format!("http://127.0.0.1:{}", free_port());
+    let Some(server) = Server::orlop_with(backend, &["--console-listen-url", &url]).await else { return };
+    let page = Page::about(server.endpoint(), &[]);
+    for url in [&url, &page.url] {
+        let mut visitor = Visitor::new(url);
+        // The first message follows a check of the rights, for which another watch was opened.
+        let events = visitor.events("/r/").await;
+        wait_for_watches(&server, 1.0).await;
+        drop(events);
+        wait_for_watches(&server, 0.0).await;
+        for _ in 0..250 {
+            eventually("room for a stream", async || visitor.try_events("/r/").await.map(drop)).await;
+        }
+        visitor.open("/keys").await;
+        wait_for_watches(&server, 0.0).await;
+    }
+}
+
+/// A browser connects again after such an end.
+async fn stream_ends_without_a_message_if_the_server_goes_away(backend: Backend) {
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let page = Page::about(server.endpoint(), &[]);
+    let events = page.visitor().events("/r/").await;
+    server.kill();
+    let text = events.ended().await;
+    assert!(!text.contains("event: failed"), "{text}");
+}
+
 on_both_backends!(
     events_are_shown_as_they_come,
     browser_that_connects_again_receives_what_it_missed,
     compaction_loses_no_changes_of_a_quiet_prefix,
+    watches_end_with_their_streams,
+    stream_ends_without_a_message_if_the_server_goes_away,
 );

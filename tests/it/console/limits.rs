@@ -240,6 +240,17 @@ async fn long_keys_are_cut_and_have_no_link() {
     assert!(peak < 200, "the page took {peak} MiB");
     assert!(visitor.open("/keys?prefix=/s/").await.contains("/key?key=/s/kkk"));
     assert!(visitor.open(&format!("/key?key=/s/{}", "k".repeat(4_000))).await.contains("value"));
+    // In sizes, the server cuts names after 4,096 bytes.
+    let link = |letters| format!("href=\"/key?key=/t/{}\"", "k".repeat(letters));
+    for letters in [4_000, 4_500] {
+        put(&mut client, &format!("/t/{}", "k".repeat(letters)), b"value").await;
+    }
+    let sizes = eventually("sizes", async || {
+        let sizes = visitor.clone().open("/sizes/live?prefix=/t/").await;
+        if sizes.contains("data-complete") { Ok(sizes) } else { Err(sizes) }
+    })
+    .await;
+    assert!(sizes.contains(&link(4_000)) && !sizes.contains(&link(4_096 - "/t/".len())), "{sizes}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

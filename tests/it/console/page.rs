@@ -210,13 +210,15 @@ impl Events {
         rest.lines().next().expect("an id").to_owned()
     }
 
-    /// Reads until the stream ends.
-    pub async fn ended(mut self) {
+    /// Reads until the stream ends. Returns everything that has arrived.
+    pub async fn ended(mut self) -> String {
         let mut rest = Vec::new();
         timeout(DEADLINE, self.stream.read_to_end(&mut rest))
             .await
             .expect("the stream ends")
             .expect("the page answers");
+        self.text.push_str(&String::from_utf8_lossy(&rest));
+        self.text
     }
 }
 

@@ -27,18 +27,19 @@ async fn oldest_readable_version_is_printed(backend: Backend) {
     put(&mut client, "/a/1", "one\nfour").await;
     let newest = "revision 7  version 3  8 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -three\n    +four\n";
     let both = [oldest, newest].concat();
-    // Arguments, exit status, output.
-    let table: &[(&[&str], i32, &str)] = &[
-        (&["history", "/a/1"], 0, &both),
-        (&["history", "/a/1", "--limit", "2"], 0, &both),
-        (&["history", "/a/1", "--limit", "1"], 0, newest),
-        (&["history", "/a/1", "--since", "6"], 0, newest),
-        (&["history", "/a/2"], 1, ""),
-        (&["history", "/c", "--brief"], 0, "revision 6  created  8 bytes  /c\n"),
+    let nothing = "orlop: nothing found for the key /a/2; a prefix ends with / or needs --prefix\n";
+    // Arguments, exit status, output, error.
+    let table: &[(&[&str], i32, &str, &str)] = &[
+        (&["history", "/a/1"], 0, &both, ""),
+        (&["history", "/a/1", "--limit", "2"], 0, &both, ""),
+        (&["history", "/a/1", "--limit", "1"], 0, newest, ""),
+        (&["history", "/a/1", "--since", "6"], 0, newest, ""),
+        (&["history", "/a/2"], 1, "", nothing),
+        (&["history", "/c", "--brief"], 0, "revision 6  created  8 bytes  /c\n", ""),
     ];
-    for (arguments, status, expected) in table {
-        let (found, text, error) = at(&server, arguments).await;
-        assert_eq!((found, &*without_times(&text), &*error), (*status, *expected, ""), "{arguments:?}");
+    for (arguments, status, expected, error) in table {
+        let (found, text, said) = at(&server, arguments).await;
+        assert_eq!((found, &*without_times(&text), &*said), (*status, *expected, *error), "{arguments:?}");
     }
     let (status, text, error) = at(&server, &["history", "/a/"]).await;
     assert_eq!((status, &*without_times(&text)), (0, newest));

@@ -314,7 +314,12 @@ async fn foreign_databases_are_refused(backend: Backend) {
     let home = home();
     let file = home.path().join("text");
     std::fs::write(&file, "not a database").expect("a file can be written");
+    let k3s = home.path().join("k3s");
+    std::fs::create_dir_all(k3s.join("server/db")).expect("folders can be made");
+    std::fs::write(k3s.join("server/db/state.db"), "").expect("a file can be written");
     for (url, expected) in [
+        (home.path().display().to_string(), "is a folder; give the file, usually state.db in it"),
+        (k3s.display().to_string(), "/k3s/server/db/state.db"),
         (file.display().to_string(), "is not a SQLite database"),
         (home.path().join("missing").display().to_string(), "cannot open"),
         ("nats://127.0.0.1".to_owned(), "use sqlite://PATH"),

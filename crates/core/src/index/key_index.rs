@@ -174,22 +174,29 @@ impl KeyIndex {
 
     /// Returns all rows, oldest first.
     pub(super) fn rows(&self) -> Vec<IndexedRow> {
-        let mut rows: Vec<(RowId, bool)> = Vec::new();
-        let history = self.history.as_deref();
-        for generation in history.iter().flat_map(|history| &history.closed) {
-            rows.extend(generation.puts.iter().map(|row| (*row, false)));
-            rows.push((generation.tombstone, true));
-        }
-        rows.extend(history.iter().flat_map(|history| &history.earlier).map(|row| (*row, false)));
-        if rows.last().is_none_or(|(row, _)| *row != self.newest.row) {
-            rows.push((self.newest.row, self.newest.is_tombstone()));
-        }
+        let rows: Vec<(RowId, bool)> = self.rows_from(Revision(0)).collect();
         let next = rows.iter().skip(1).map(|(row, _)| row.revision).chain([Revision::MAX]);
         let indexed = rows.iter().zip(next).map(|(&(row, is_delete), next)| {
             let end = if is_delete { row.revision } else { next };
             IndexedRow { superseded: Superseded { row, end }, is_delete }
         });
         indexed.collect()
+    }
+
+    /// Returns the rows at or above `from`, oldest first, and whether each is a tombstone. Does not walk those before.
+    pub(super) fn rows_from(&self, from: Revision) -> impl Iterator<Item = (RowId, bool)> {
+        let history = self.history.as_deref();
+        let closed = history.map(|history| history.closed.as_slice()).unwrap_or_default();
+        let earlier = history.map(|history| history.earlier.as_slice()).unwrap_or_default();
+        let is_newest_closed = closed.last().is_some_and(|last| last.tombstone == self.newest.row);
+        let has_newest = !is_newest_closed && self.newest.row.revision >= from;
+        let newest = has_newest.then(|| (self.newest.row, self.newest.is_tombstone()));
+        let ended = closed.partition_point(|generation| generation.tombstone.revision < from);
+        closed[ended..]
+            .iter()
+            .flat_map(move |generation| puts_from(&generation.puts, from).chain([(generation.tombstone, true)]))
+            .chain(puts_from(earlier, from))
+            .chain(newest)
     }
 
     fn has_one_row(&self) -> bool {
@@ -374,126 +381,15 @@ fn has_row_at(rows: &[RowId], revision: Revision) -> bool {
     count_until(rows, revision) > count_until(rows, revision.prev())
 }
 
+/// Returns the puts at or above the revision, as [`KeyIndex::rows_from`] does.
+fn puts_from(puts: &[RowId], from: Revision) -> impl Iterator<Item = (RowId, bool)> {
+    puts[count_until(puts, from.prev())..].iter().map(|row| (*row, false))
+}
+
 /// Returns the number of rows at or below the revision.
 fn count_until(rows: &[RowId], revision: Revision) -> usize {
     rows.partition_point(|row| row.revision <= revision)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn row(revision: i64) -> RowId {
-        RowId::new(Revision(revision), 0)
-    }
-
-    /// Returns the history drawn at the top of this file.
-    fn worked_history() -> KeyIndex {
-        let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
-        key.put(row(4), Revision(2), 2, LeaseId::from_wire(40));
-        key.delete(row(5));
-        key.put(row(7), Revision(7), 1, None);
-        key.put(row(9), Revision(7), 2, LeaseId::from_wire(90));
-        key
-    }
-
-    /// Returns (revision, create_revision, version) of a read.
-    fn seen(key: &KeyIndex, at: i64) -> Option<(i64, i64, i64)> {
-        key.at(Revision(at)).map(|entry| {
-            let Version { row, create_revision, version } = entry.version;
-            (row.revision.0, create_revision.0, version)
-        })
-    }
-
-    #[test]
-    fn every_revision_of_the_worked_history_reads_as_drawn() {
-        let key = worked_history();
-        let table = [
-            (1, None),
-            (2, Some((2, 2, 1))),
-            (3, Some((2, 2, 1))),
-            (4, Some((4, 2, 2))),
-            (5, None),
-            (6, None),
-            (7, Some((7, 7, 1))),
-            (8, Some((7, 7, 1))),
-            (9, Some((9, 7, 2))),
-            (100, Some((9, 7, 2))),
-        ];
-        for (at, expected) in table {
-            assert_eq!(seen(&key, at), expected, "at {at}");
-        }
-        assert_eq!(key.at(Revision(9)).map(|entry| entry.lease), Some(Lease::Known(Some(LeaseId(90)))));
-        assert_eq!(key.at(Revision(4)).map(|entry| entry.lease), Some(Lease::InRow));
-    }
-
-    #[test]
-    fn compaction_removes_rows_that_no_readable_revision_needs() {
-        let table: [(i64, &[i64]); 9] = [
-            (1, &[]),
-            (2, &[]),
-            (3, &[]),
-            (4, &[2]),
-            (5, &[2, 4]),
-            (6, &[2, 4, 5]),
-            (7, &[2, 4, 5]),
-            (8, &[2, 4, 5]),
-            (9, &[2, 4, 5, 7]),
-        ];
-        for (revision, expected) in table {
-            let whole = worked_history();
-            let mut key = whole.clone();
-            let mut removed = Vec::new();
-            assert_eq!(key.compact(Revision(revision), &mut removed), Fate::Keep);
-            let rows: Vec<RowId> = removed.iter().map(|superseded| superseded.row).collect();
-            assert_eq!(rows, expected.iter().map(|r| row(*r)).collect::<Vec<_>>(), "compacted at {revision}");
-            for at in revision..12 {
-                assert_eq!(seen(&key, at), seen(&whole, at), "compacted at {revision}, read at {at}");
-            }
-        }
-    }
-
-    #[test]
-    fn put_is_superseded_by_the_next_change_and_a_tombstone_at_once() {
-        let ends = |key: &KeyIndex| -> Vec<(i64, i64)> {
-            key.rows().iter().map(|it| (it.superseded.row.revision.0, it.superseded.end.0)).collect()
-        };
-        let mut key = worked_history();
-        assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, i64::MAX)]);
-        key.delete(row(10));
-        assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, 10), (10, 10)]);
-    }
-
-    #[test]
-    fn deleted_key_is_removed_once_its_tombstone_is_below_the_compaction() {
-        for (revision, fate, expected) in [(4, Fate::Keep, 1), (5, Fate::Keep, 2), (6, Fate::Drop, 3)] {
-            let mut key = KeyIndex::created(row(2), Revision(2), 1, None);
-            key.put(row(3), Revision(2), 2, None);
-            key.delete(row(5));
-            let mut removed = Vec::new();
-            let kept = key.compact(Revision(revision), &mut removed);
-            assert_eq!((kept, removed.len()), (fate, expected), "compacted at {revision}");
-        }
-    }
-
-    /// The tombstone stays, even after later writes and a restart, because a watch may start at its revision.
-    #[test]
-    fn tombstone_at_the_compact_revision_is_removed_by_the_next_compaction() {
-        let mut compacted = KeyIndex::created(row(2), Revision(2), 1, None);
-        compacted.delete(row(3));
-        compacted.compact(Revision(3), &mut Vec::new());
-        let mut put_before = KeyIndex::created(row(2), Revision(2), 1, None);
-        put_before.delete(row(3));
-        put_before.put(row(5), Revision(5), 1, None);
-        put_before.compact(Revision(3), &mut Vec::new());
-        let mut restored = KeyIndex::deleted(row(3));
-        for key in [&mut compacted, &mut restored] {
-            key.put(row(5), Revision(5), 1, None);
-            assert_eq!(*key, put_before);
-        }
-        let mut removed = Vec::new();
-        compacted.compact(Revision(4), &mut removed);
-        assert_eq!(removed, [Superseded { row: row(3), end: Revision(3) }]);
-        assert_eq!(compacted, KeyIndex::created(row(5), Revision(5), 1, None));
-    }
-}
+mod tests;

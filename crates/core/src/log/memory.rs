@@ -31,6 +31,10 @@ pub struct MemoryLog(Mutex<State>);
 #[derive(Clone, Default)]
 struct State {
     append_time: Duration,
+    /// Whether reads of values yield, as [`History::changes`] does.
+    values_yield: bool,
+    /// Number of pages of [`History::changes`] that were read.
+    pages: usize,
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
     alarms: Vec<(Alarm, Cause)>,
@@ -43,6 +47,16 @@ impl MemoryLog {
     /// Returns an empty log, an append to which takes `append_time`.
     pub fn with_append_time(append_time: Duration) -> Self {
         Self(Mutex::new(State { append_time, ..State::default() }))
+    }
+
+    /// Returns an empty log whose reads of values yield, so that a test can run other operations in between.
+    pub fn with_yielding_values() -> Self {
+        Self(Mutex::new(State { values_yield: true, ..State::default() }))
+    }
+
+    /// Returns the number of pages of [`History::changes`] that were read.
+    pub fn pages(&self) -> usize {
+        self.0.lock().pages
     }
 }
 
@@ -104,7 +118,8 @@ impl History for MemoryLog {
         yield_now().await;
         let mut page = Page { changes: Vec::new(), next: to.next(), purged: None };
         {
-            let state = self.0.lock();
+            let mut state = self.0.lock();
+            state.pages += 1;
             page.purged = state.purged;
             let mut revisions = BTreeSet::new();
             let mut last = None;
@@ -166,6 +181,10 @@ impl Log for MemoryLog {
     }
 
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>> {
+        let values_yield = self.0.lock().values_yield;
+        if values_yield {
+            yield_now().await;
+        }
         let state = self.0.lock();
         Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
     }

@@ -32,6 +32,7 @@ use super::{
     tasks::vital,
     timing::SlowThresholds,
     values::ValueCache,
+    write_outage::WriteOutage,
     writer::Writer,
 };
 use crate::{
@@ -104,6 +105,14 @@ impl Default for Settings {
     }
 }
 
+async fn refuse_unfinished_copy(log: &dyn Log) -> Result<()> {
+    if log.meta().await?.source.is_none() {
+        return Ok(());
+    }
+    let text = "it is the unfinished copy of another store; continue `orlop migrate`, or use an empty database";
+    Err(Error::Open(text.to_owned()))
+}
+
 impl Store {
     /// Reads the log, which takes about 2 seconds per million rows without a saved index, and starts serving it.
     ///
@@ -111,12 +120,7 @@ impl Store {
     ///
     /// If the log cannot be read or is corrupt.
     pub async fn open(log: Arc<dyn Log>, settings: Settings) -> Result<Self> {
-        if log.meta().await?.source.is_some() {
-            return Err(Error::Open(
-                "it is the unfinished copy of another store; continue `orlop migrate`, or use an empty database"
-                    .to_owned(),
-            ));
-        }
+        refuse_unfinished_copy(&*log).await?;
         // Leases do not expire while no instance is alive: the first heartbeat extends their deadlines. It is sent before
         // the deadlines are read.
         let live = if let Some(shared) = log.shared() { shared.beat().await? } else { Vec::new() };
@@ -134,6 +138,8 @@ impl Store {
         if let Some(history) = &shared.history {
             history.begin(meta.compact_revision, meta.position.head).await;
         }
+        // Last: a start that fails, or is stopped, leaves them to the next one.
+        shared.log.forget_lease_times().await?;
         let (writer, queue) =
             Writer::new(Arc::clone(&shared), settings.slow_thresholds, BusyPoll::new(settings.busy_poll));
         let mut tasks = vec![
@@ -195,18 +201,23 @@ impl Shared {
         let client_urls = settings.client_urls.clone();
         let own = Member { id: meta.member_id, name: settings.name.clone(), client_urls };
         let metrics = Arc::clone(&settings.metrics);
+        let hub = Hub::new(index.head(), index.compact_revision(), Arc::clone(&metrics));
+        let compaction_done = watch::Sender::new(index.compact_revision());
+        let leases = Lock::new(lease_table(meta, &index, Instant::now()));
+        let index = Arc::new(RwLock::new(index));
         Self {
             identity: Identity { cluster_id: meta.cluster_id, member_id: meta.member_id },
             replication: ReplicationState::new(meta.position.server),
             members: Members::new(own),
             space: Space::new(settings.quota_bytes),
+            write_outage: WriteOutage::default(),
             authority: CurrentAuthority::default(),
-            hub: Arc::new(Hub::new(index.head(), index.compact_revision(), Arc::clone(&metrics))),
+            hub: Arc::new(hub.with_index(Arc::clone(&index))),
             metrics,
-            compaction_done: watch::Sender::new(index.compact_revision()),
+            compaction_done,
             hash_before_compaction: Mutex::default(),
-            leases: Lock::new(lease_table(meta, &index, Instant::now())),
-            index: RwLock::new(index),
+            leases,
+            index,
             values: ValueCache::new(settings.value_cache_bytes),
             read_memory: ReadMemory::new(settings.value_cache_bytes),
             steps,

@@ -34,6 +34,11 @@ struct Reply {
 }
 
 impl Ticket {
+    /// Returns whether nobody waits for the outcome any more.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.0.is_closed()
+    }
+
     /// Sends the outcome. Does nothing if the client has disconnected.
     pub(super) fn reply(self, outcome: Result<Outcome>, times: Option<Times>) {
         let _ = self.0.send(Reply { outcome, times });

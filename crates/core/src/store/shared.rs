@@ -6,7 +6,7 @@ use tokio::sync::{Notify, watch};
 
 use super::{
     authority::CurrentAuthority, hash::Hashed, history::HistoryKeeper, members::Members, replication::ReplicationState,
-    sizes::SizesCache, space::Space, values::ValueCache,
+    sizes::SizesCache, space::Space, values::ValueCache, write_outage::WriteOutage,
 };
 use crate::{
     index::TreeIndex,
@@ -40,10 +40,12 @@ pub(super) struct Shared {
     pub(super) replication: ReplicationState,
     pub(super) members: Members,
     pub(super) space: Space,
+    pub(super) write_outage: WriteOutage,
     pub(super) authority: CurrentAuthority,
     pub(super) metrics: Arc<Metrics>,
     pub(super) hub: Arc<Hub>,
-    pub(super) index: RwLock<TreeIndex>,
+    /// The hub looks up in it what watches have missed.
+    pub(super) index: Arc<RwLock<TreeIndex>>,
     pub(super) leases: Lock<lease::Table>,
     pub(super) values: ValueCache,
     /// Limits the memory of values and of keys of leases that were read for responses.

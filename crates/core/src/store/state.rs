@@ -58,7 +58,7 @@ impl Store {
             state.connections.with_label_values(&[kind]).set(as_gauge(count));
         }
         let size = self.size().await;
-        state.has_leader.set(i64::from(size.is_ok()));
+        state.has_leader.set(i64::from(size.is_ok() && self.accepts_writes()));
         if let Ok(size) = size {
             state.db_bytes.set(size.total);
             state.db_bytes_in_use.set(size.in_use);

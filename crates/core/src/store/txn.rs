@@ -51,8 +51,9 @@ impl From<Error> for Stop {
 /// nothing else is read or written.
 const VISITS_MAX: usize = 1_000_000;
 
-/// Pairs that the compares of a transaction ask for at a time. They may need only the first of them.
-const COMPARED_ROWS_MAX: usize = 1_000;
+/// Pairs that the compares of a transaction ask for at first. They may need only the first of them. Then they ask for as
+/// many as were read before, so that the number of evaluations grows with the logarithm of the number of pairs.
+const COMPARED_ROWS_FIRST: usize = 1_000;
 
 /// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
 pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
@@ -227,7 +228,8 @@ impl<'a> Evaluation<'a> {
             });
         }
         // The result does not matter once as many pairs are missing as are read at a time.
-        Ok(found.iter().all(|current| self.missing.len() < COMPARED_ROWS_MAX && self.holds_for(compare, current)))
+        let missing_max = self.fetched.len().max(COMPARED_ROWS_FIRST);
+        Ok(found.iter().all(|current| self.missing.len() < missing_max && self.holds_for(compare, current)))
     }
 
     /// A pair that has to be read first counts as one that holds, so that one evaluation finds all pairs to read. It is

@@ -109,6 +109,38 @@ async fn values_of_compares_are_read_together() -> Checked {
     Ok(())
 }
 
+/// Without the model, which is slow with so many keys.
+#[test]
+fn evaluations_of_a_compare_grow_with_the_logarithm_of_its_keys() {
+    const KEYS: u32 = 50_000;
+    let mut world = World::new(0);
+    for number in 0..KEYS {
+        let (key, value) = (format!("k{number:05}").into(), PutValue::New("v".into()));
+        let put = PutRequest { key, value, lease: PutLease::Set(None), prev_kv: false };
+        world.evaluate(&Request::Put(put)).expect("a put");
+    }
+    world.shared.apply_batch(&world.batch, world.shared.position(), Instant::now());
+    let batch = std::mem::replace(&mut world.batch, Batch::new(world.shared.position().head));
+    let log: HashMap<_, _> = batch.changes().iter().map(|change| (change.row, change.kv().cloned())).collect();
+    for (value, succeeded, evaluations_max) in [("v", true, 8), ("other", false, 2)] {
+        let target = CompareTarget::Value(value.into());
+        let compare = Compare { range: KeyRange::all(), relation: Relation::Equal, target };
+        let txn = Request::Txn(TxnRequest { compares: vec![compare], success: vec![], failure: vec![] });
+        world.fetched.clear();
+        let mut evaluations = 1;
+        let outcome = loop {
+            match world.evaluate(&txn) {
+                Ok(outcome) => break outcome,
+                Err(Stop::NeedsValues(rows)) => world.fetched.extend(rows.iter().map(|row| (*row, log[row].clone()))),
+                Err(stop) => panic!("{stop:?}"),
+            }
+            evaluations += 1;
+        };
+        assert!(matches!(outcome, Outcome::Txn(response) if response.succeeded == succeeded), "{value}");
+        assert!(evaluations <= evaluations_max, "{value}: {evaluations} evaluations");
+    }
+}
+
 /// The store without its tasks, and the model.
 struct World {
     shared: Shared,

@@ -215,6 +215,8 @@ impl Writer {
                     served.push((command, Ok(outcome)));
                 }
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
+                // Values for a client that has left would delay all others.
+                Err(Stop::NeedsValues(_)) if command.ticket.is_abandoned() => {}
                 Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
                     Ok(true) => {
                         self.pending.push_front(command);
@@ -377,6 +379,23 @@ mod tests {
 
         assert!(writer.collect().await);
         assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
+    }
+
+    #[tokio::test]
+    async fn request_that_needs_values_is_dropped_when_its_client_has_left() {
+        let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+        let delete = || {
+            let range = KeyRange::from_wire(b"k", b"");
+            queue.submit(&Caller::Server, Request::Delete(DeleteRequest { range, prev_kv: true }))
+        };
+        let client = async {
+            queue.submit(&Caller::Server, put("k")).await.unwrap();
+            assert!(delete().now_or_never().is_none(), "queued");
+            let Ok(Outcome::Delete(response)) = delete().await else { panic!("the key is deleted") };
+            assert_eq!(response.deleted, 1, "the abandoned request has deleted nothing");
+            queue.close();
+        };
+        tokio::join!(writer.run(), client);
     }
 
     #[tokio::test]

@@ -88,7 +88,7 @@ impl EncodedKv {
     }
 
     /// Returns create revision, mod revision, version and lease.
-    fn ints(&self) -> [i64; 4] {
+    pub(super) fn ints(&self) -> [i64; 4] {
         let mut ints = [0; 4];
         for field in self.fields() {
             match field.tag {

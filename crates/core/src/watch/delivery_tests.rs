@@ -18,15 +18,15 @@ use futures_util::{FutureExt as _, StreamExt as _};
 use proptest::{collection::vec, prelude::*};
 
 use self::{
-    history::History,
+    history::{History, decode},
     reader::Checked,
-    schedule::{Action, Concurrent, Create, Step, steps},
-    world::{World, publish},
+    schedule::{Action, Concurrent, Create, KEYS, Step, steps},
+    world::{Lookup, TestStore, World},
 };
-use super::{Flavor, Hub, Message, Messages, Session, Spec};
+use super::{Flavor, Message, Messages, Session, Spec};
 use crate::{
-    log::{Log, Reclaim, memory::MemoryLog},
-    types::{KeyRange, Revision, RowId},
+    log::{Log, Reclaim},
+    types::{KeyRange, Revision, RowId, WatchId},
 };
 
 proptest! {
@@ -34,7 +34,12 @@ proptest! {
 
     #[test]
     fn watches_are_ordered_unique_atomic_and_reliable(steps in vec(steps(), 1..60)) {
-        run(steps)?;
+        run(steps, Lookup::Nothing)?;
+    }
+
+    #[test]
+    fn watches_that_look_up_the_index_are_ordered_unique_atomic_and_reliable(steps in vec(steps(), 1..60)) {
+        run(steps, Lookup::Index)?;
     }
 }
 
@@ -55,13 +60,15 @@ fn cancel(position: usize) -> Step {
 
 #[track_caller]
 fn check(steps: Vec<Step>) {
-    run(steps).unwrap();
+    for lookup in [Lookup::Index, Lookup::Nothing] {
+        run(steps.clone(), lookup).unwrap();
+    }
 }
 
-fn run(steps: Vec<Step>) -> Checked {
+fn run(steps: Vec<Step>, lookup: Lookup) -> Checked {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(async {
-        let mut world = World::new();
+        let mut world = World::new(lookup);
         for step in steps {
             world.run(step).await?;
         }
@@ -107,7 +114,7 @@ async fn watch_catches_up_although_changes_are_published_during_each_read() {
             concurrent: [vec![Concurrent::Publish(vec![(0, true)])], vec![]],
             cancel_before_read: false,
         };
-        let mut world = World::new();
+        let mut world = World::new(Lookup::Nothing);
         let mut steps = vec![publish_one(), publish_one()];
         // The second watch is behind while the first one reads.
         steps.extend((1..3).map(|id| Step::Stream(0, Action::Create(create(id, Some(1), flavor)))));
@@ -125,21 +132,24 @@ async fn watch_catches_up_although_changes_are_published_during_each_read() {
 /// Another instance compacts, and the hub does not know it yet when the watch reads the log.
 #[tokio::test]
 async fn watch_ends_as_compacted_if_another_instance_deleted_its_rows() {
-    for (start, is_compacted) in [(2, true), (4, true), (5, false), (6, false)] {
-        let (log, hub) = (Arc::new(MemoryLog::default()), Arc::new(Hub::new(Revision::EMPTY, None, Arc::default())));
+    let only = KeyRange::from_wire(KEYS[0].as_bytes(), b"");
+    let starts = [(2, true), (4, true), (5, false), (6, false)];
+    let cases = [KeyRange::all(), only].into_iter().flat_map(|range| starts.map(|start| (range.clone(), start)));
+    for (range, (start, is_compacted)) in cases {
+        let store = TestStore::new(Lookup::Index);
+        let TestStore { log, hub, .. } = &store;
         let mut history = History::default();
         for _ in 0..6 {
-            let changes = history.commit(&[vec![(0, true)]], true);
-            publish(&log, &hub, changes).await;
+            store.publish(history.commit(&[vec![(0, true)]], true)).await;
         }
         let outbox = Arc::new(hub.outbox());
         let mut messages = Messages::new(Arc::clone(&outbox));
-        let mut session = Session::new(Arc::clone(&hub), log.clone() as Arc<dyn Log>, outbox);
+        let mut session = Session::new(Arc::clone(hub), log.clone() as Arc<dyn Log>, outbox);
         let rows: Vec<RowId> = (2..5).map(|revision| RowId::new(Revision(revision), 0)).collect();
         log.reclaim(Reclaim::Rows { rows: &rows, compacted: Revision(5), server: 0 }).await.unwrap();
         session.create(Spec {
             id: None,
-            range: KeyRange::all(),
+            range,
             start: Some(Revision(start)),
             flavor: Flavor { prev_kv: false, puts: true, deletes: true },
             fragment: None,
@@ -155,5 +165,65 @@ async fn watch_ends_as_compacted_if_another_instance_deleted_its_rows() {
             }
         }
         assert_eq!(compacted, is_compacted.then_some(Revision(5)), "from {start}");
+    }
+}
+
+/// Clients resume their watches from old revisions after a restart, and most of the keys have not changed since.
+#[tokio::test]
+async fn watches_of_single_keys_read_only_their_own_changes() {
+    const QUIET: usize = 400;
+    for prev_kv in [false, true] {
+        let store = TestStore::new(Lookup::Index);
+        let mut history = History::default();
+        for txn in [vec![(0, true), (1, true), (3, true)], vec![(1, false)]] {
+            store.publish(history.commit(&[txn], false)).await;
+        }
+        let start = store.hub.head().next();
+        // Of every 20 changes, 2 are of the first key.
+        for number in 0..200 {
+            let txn = vec![(if number % 10 == 0 { 0 } else { 4 }, number % 40 != 20)];
+            store.publish(history.commit(&[txn], false)).await;
+        }
+        let outbox = Arc::new(store.hub.outbox());
+        let mut messages = Messages::new(Arc::clone(&outbox));
+        let mut session =
+            Session::new(Arc::clone(&store.hub), Arc::clone(&store.log) as Arc<dyn Log>, Arc::clone(&outbox));
+        let quiet = [KEYS[1], KEYS[3], "never written"].into_iter().cycle().take(QUIET);
+        for key in [KEYS[0]].into_iter().chain(quiet) {
+            session.create(Spec {
+                id: None,
+                range: KeyRange::from_wire(key.as_bytes(), b""),
+                start: Some(start),
+                flavor: Flavor { prev_kv, ..ALL_EVENTS },
+                fragment: None,
+                progress_notify: false,
+            });
+        }
+        let mut received = Vec::new();
+        loop {
+            while let Some(Some(message)) = messages.next().now_or_never() {
+                match message.unwrap() {
+                    Message::Events { id: WatchId(0), events, .. } => received.extend(decode(&events.concat())),
+                    Message::Created { .. } => {}
+                    other @ (Message::Events { .. }
+                    | Message::Refused { .. }
+                    | Message::Canceled { .. }
+                    | Message::Compacted { .. }
+                    | Message::Progress { .. }) => panic!("unexpected {other:?}"),
+                }
+            }
+            if !session.has_work() {
+                break;
+            }
+            session.advance().await.unwrap();
+        }
+        let own = history.committed.iter().filter(|committed| {
+            committed.change.row.revision >= start && committed.change.key.as_slice() == KEYS[0].as_bytes()
+        });
+        let expected: Vec<_> =
+            own.map(|committed| committed.event(committed.shown_prev.as_ref().filter(|_| prev_kv))).collect();
+        assert_eq!(expected.len(), 20);
+        assert_eq!(received, expected, "prev_kv: {prev_kv}");
+        assert_eq!(store.log.pages(), 0, "no watch reads the changes of all keys");
     }
 }

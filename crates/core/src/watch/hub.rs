@@ -5,6 +5,7 @@
 //! per range and flavor, regardless of the number of watches that share it.
 
 mod behind;
+mod lookup;
 mod members;
 mod recent;
 mod survey;
@@ -30,14 +31,18 @@ use super::{
     spec::{Flavor, NO_WATCH, Spec},
 };
 use crate::{
+    index::TreeIndex,
     metrics::Metrics,
     supervise::Lock,
+    sync::RwLock,
     types::{Change, EncodedEvent, KeyRange, Revision, WatchId},
 };
 
 /// Distributes committed changes to the synced watches of all streams.
 pub struct Hub {
     state: Lock<State>,
+    /// The index that publishing advances. It is locked after `state`. `None` in tests of a hub without a store.
+    index: Option<Arc<RwLock<TreeIndex>>>,
     pub(super) pending: Pending,
     /// Held by a catching-up watch while it reads several pages, which limits the memory of all of them.
     pub(super) long_reads: Semaphore,
@@ -104,6 +109,7 @@ impl Hub {
             pending: Pending::new(metrics.state.pending_events.clone()),
             long_reads: Semaphore::new(LONG_READS_MAX),
             metrics,
+            index: None,
             state: Lock::new(State {
                 head,
                 compact_revision,
@@ -188,7 +194,10 @@ impl Hub {
                 state.add(outbox, id, spec);
                 JoinOutcome::Synced
             }
-            Some(start) => state.join(outbox, id, spec, start),
+            Some(start) => {
+                let next = self.skip_unchanged(&state, &spec.range, start);
+                state.join(outbox, id, spec, next)
+            }
         };
         // A watch that begins at a compacted revision has ended, and is not removed.
         if !matches!(outcome, JoinOutcome::Compacted(_)) {
@@ -199,7 +208,9 @@ impl Hub {
 
     /// Joins a watch for which all events before `next` were queued.
     pub(super) fn join(&self, outbox: &Arc<Outbox>, id: WatchId, spec: &Spec, next: Revision) -> JoinOutcome {
-        self.state.lock().join(outbox, id, spec, next)
+        let mut state = self.state.lock();
+        let next = self.skip_unchanged(&state, &spec.range, next);
+        state.join(outbox, id, spec, next)
     }
 
     pub(super) fn compact_revision(&self) -> Option<Revision> {

@@ -154,6 +154,11 @@ impl Session {
         self.reading.is_some() || (!self.behind.is_empty() && self.outbox.has_capacity())
     }
 
+    /// Returns whether a read has begun. It may have a connection to the database until [`Session::advance`] returns.
+    pub fn is_reading(&self) -> bool {
+        self.reading.is_some()
+    }
+
     /// Returns whether the stream has ended.
     pub fn has_ended(&self) -> bool {
         self.outbox.has_ended()

@@ -11,6 +11,8 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
+use super::tls_files::{TlsFile, TlsFiles};
+
 /// Maximum time to connect to one host, if the URL does not set it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const DEFAULT_PORT: u16 = 5432;
@@ -69,6 +71,7 @@ pub(super) struct Hosts {
     pub(super) connect_timeout: Duration,
     /// A file with passwords, if no password has been set otherwise.
     pub(super) passfile: Option<PathBuf>,
+    pub(super) tls_files: TlsFiles,
 }
 
 /// The settings of the process's environment that apply if the URL lacks them.
@@ -85,7 +88,7 @@ impl Environment<'_> {
     }
 }
 
-/// The parameters that are not passed on to sqlx.
+/// The parameters that this module reads.
 #[derive(Default)]
 struct Own {
     host: Option<String>,
@@ -96,9 +99,10 @@ struct Own {
     connect_timeout: Option<String>,
     passfile: Option<String>,
     has_password: bool,
-    // These two are also sqlx's.
+    // These three are also sqlx's.
     ssl_mode: Option<String>,
     has_root_certificate: bool,
+    tls_files: Vec<TlsFile>,
 }
 
 impl Own {
@@ -131,11 +135,13 @@ impl Hosts {
         let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
         let (own, mut passed) = divide(query)?;
         // As in libpq: who names the authority wants the server's certificate verified. sqlx would ignore the file.
-        let ssl_mode = own.ssl_mode.clone().or_else(|| environment.get("PGSSLMODE"));
+        let mut ssl_mode = own.ssl_mode.clone().or_else(|| environment.get("PGSSLMODE"));
         let has_root_certificate = own.has_root_certificate || environment.get("PGSSLROOTCERT").is_some();
-        if has_root_certificate && ssl_mode.is_some_and(|mode| mode.eq_ignore_ascii_case("require")) {
+        if has_root_certificate && ssl_mode.as_ref().is_some_and(|mode| mode.eq_ignore_ascii_case("require")) {
             passed.push_str("sslmode=verify-ca&");
+            ssl_mode = Some("verify-ca".to_owned());
         }
+        let tls_files = TlsFiles::new(&own.tls_files, ssl_mode.as_deref(), |name| environment.get(name));
         let places = places(listed, &own, environment)?;
         check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
         let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
@@ -149,7 +155,7 @@ impl Hosts {
         };
         let hosts = places.iter().map(|(host, port)| Host { name: name(host, *port), url: url(host, *port) }).collect();
         let passfile = own.passfile.filter(|_| !has_password).map(PathBuf::from);
-        Ok(Self { hosts, order, connect_timeout, passfile })
+        Ok(Self { hosts, order, connect_timeout, passfile, tls_files })
     }
 }
 
@@ -177,6 +183,7 @@ fn divide(query: &str) -> Result<(Own, String), String> {
                     "sslrootcert" | "ssl-root-cert" | "ssl-ca" => own.has_root_certificate = !value.is_empty(),
                     _ => {}
                 }
+                own.tls_files.extend(TlsFile::of_parameter(name, value));
                 passed.push_str(parameter);
                 passed.push('&');
             }

@@ -271,7 +271,7 @@ impl Primary {
     /// Connects to a host and asks for its state.
     async fn ask(&self, host: usize) -> sqlx::Result<Candidate> {
         let options = self.with_password(self.parse(host)?)?;
-        let mut connection = options.connect().await?;
+        let mut connection = self.open(&options).await?;
         let row = match sqlx::raw_sql(IDENTITY).fetch_one(&mut connection).await {
             Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000")) => {
                 sqlx::raw_sql(IDENTITY_WITHOUT_TIMELINE).fetch_one(&mut connection).await?
@@ -289,6 +289,20 @@ impl Primary {
         // Eight hexadecimal digits, or nothing.
         let timeline = Timeline(u32::from_str_radix(&text(4)?, 16).unwrap_or_default());
         Ok(Candidate { host, connection, options, timeline, run, system: row.try_get(3)? })
+    }
+
+    /// Opens a connection. Reads its files with certificates first, because the errors of sqlx do not name them.
+    async fn open(&self, options: &PgConnectOptions) -> sqlx::Result<PgConnection> {
+        let files = &self.hosts.tls_files;
+        if files.are_needed() {
+            files.check()?;
+        }
+        let opened = options.connect().await;
+        // They may be the reason if the server did not answer with an error.
+        if opened.as_ref().is_err_and(|error| sqlstate(error).is_none()) {
+            files.check()?;
+        }
+        opened
     }
 
     /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.

@@ -38,6 +38,7 @@ pub(super) use self::{
 };
 use super::{
     append::SET_FACT,
+    close::close_readers,
     integrity::unreadable,
     read::json_list,
     result_code::{CODE_FULL, has_code},
@@ -205,7 +206,7 @@ impl Archive for SqliteArchive {
     async fn close(&self) {
         let readers = self.readers.lock().clone();
         if let Some(readers) = readers {
-            readers.close().await;
+            close_readers(readers.close()).await;
         }
         if let Some(connection) = self.writer.block().await.take()
             && let Err(error) = connection.close().await

@@ -16,7 +16,9 @@ use sqlx::{
 use super::{
     FileLock, SqliteLog,
     append::{self, OwnedStatement, Row, SET_FACT},
-    archive, lease_times, lock_file, refuse_etcd, writer,
+    archive,
+    foreign::refuse_etcd,
+    lease_times, lock_file, writer,
 };
 use crate::{auth, migrations};
 use orlop_core::{

@@ -10,6 +10,7 @@ use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
 use super::{
+    foreign::has_kines_table,
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
@@ -142,10 +143,17 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
         .connect()
         .await
         .map_err(|error| refused(&format!("cannot open {name}"), error))?;
-    let versions: Vec<i64> = sqlx::query_scalar(migrations::VERSIONS)
-        .fetch_all(&mut connection)
-        .await
-        .map_err(|error| refused(&format!("{name} is not an Orlop database"), error))?;
+    let versions: Vec<i64> = match sqlx::query_scalar(migrations::VERSIONS).fetch_all(&mut connection).await {
+        Ok(versions) => versions,
+        Err(error) => {
+            if has_kines_table(&mut connection).await {
+                return Err(Error::Open(format!(
+                    "{name} is a database of kine; fill one of Orlop from it with orlop import kine --from {name}"
+                )));
+            }
+            return Err(refused(&format!("{name} is not an Orlop database"), error));
+        }
+    };
     let schema = check_schema(name, &versions, &migrations::sqlite())?;
     Ok((connection, schema))
 }

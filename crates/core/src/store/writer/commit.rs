@@ -157,6 +157,7 @@ impl Writer {
             Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {
                 let took = begun.elapsed();
                 metrics.fsync.observe(took.as_secs_f64());
+                shared.write_outage.note_success();
                 self.log_recovery();
                 let mut others_found = if is_alone { joining::Others::None } else { joining::Others::Idle };
                 // Held until the batch is applied, so that no other server is accepted before.
@@ -230,8 +231,9 @@ impl Writer {
         }
     }
 
-    /// Logs a failed write, at most every [`FAILURE_LOG_INTERVAL`] while the failures are of one kind.
+    /// Notes a failed write, and logs it at most every [`FAILURE_LOG_INTERVAL`] while the failures are of one kind.
     fn log_failure(&mut self, failure: &log::Error) {
+        self.shared.write_outage.note_failure(failure);
         let (now, kind) = (Instant::now(), discriminant(failure));
         let outage = self.outage.get_or_insert(Outage { since: now, logged: None });
         if outage.logged.is_some_and(|(logged, of)| of == kind && now - logged < FAILURE_LOG_INTERVAL) {

@@ -45,6 +45,7 @@ impl Writer {
                             error!(error = %failure, "cannot read the log; trying again");
                         }
                         is_failing = true;
+                        shared.write_outage.note_failure(&failure);
                         if matches!(failure, log::Error::Diverged(_)) || self.is_closed {
                             return self.reject_all();
                         }

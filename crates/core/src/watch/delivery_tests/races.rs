@@ -24,7 +24,10 @@ use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Append, Appended, Log, Reclaim, memory::MemoryLog},
     metrics::Metrics,
-    sync::schedules::{self, block_on},
+    sync::{
+        RwLock,
+        schedules::{self, block_on},
+    },
     types::{Change, KeyRange, Revision, RowId, WatchId},
     watch::{Flavor, Hub, Message, Messages, NO_WATCH, Outbox, Session, Spec},
 };
@@ -48,21 +51,27 @@ fn watches_on_several_threads_are_ordered_unique_atomic_and_reliable() {
         // Creating the metrics takes longer than a schedule.
         static METRICS: LazyLock<Arc<Metrics>> = LazyLock::new(Arc::default);
         let log = Arc::new(MemoryLog::default());
-        let hub = Arc::new(Hub::new(Revision::EMPTY, None, Arc::clone(&METRICS)));
+        let index = Arc::new(RwLock::new(TreeIndex::new()));
+        let hub = Hub::new(Revision::EMPTY, None, Arc::clone(&METRICS)).with_index(Arc::clone(&index));
+        let hub = Arc::new(hub);
         let readable = Arc::new(AtomicI64::new(Revision::EMPTY.0));
         let streams: Vec<_> = [Client::Hasty, Client::Patient]
             .into_iter()
             .flat_map(|client| serve(client, &hub, &log, &readable))
             .collect();
         let compactor = {
-            let (hub, log) = (Arc::clone(&hub), Arc::clone(&log));
-            thread::spawn(move || compact(&hub, &log))
+            let (hub, log, index) = (Arc::clone(&hub), Arc::clone(&log), Arc::clone(&index));
+            thread::spawn(move || compact(&hub, &log, &index))
         };
         for changes in history() {
             let last = changes.last().expect("each revision has changes").row.revision;
             let appended = block_on(log.append(Append::rows(last.prev(), &changes)));
             assert!(matches!(appended, Ok(Appended::Done)));
-            hub.publish(&changes, last, |_| readable.store(last.0, SeqCst));
+            hub.publish(&changes, last, |changes| {
+                let mut index = index.write();
+                changes.iter().for_each(|change| index.apply(change));
+                readable.store(last.0, SeqCst);
+            });
             thread::yield_now();
         }
         for thread in streams.into_iter().chain([compactor]) {
@@ -80,21 +89,15 @@ fn history() -> Vec<Vec<Change>> {
 }
 
 /// Compacts at each of the revisions as soon as it exists.
-fn compact(hub: &Hub, log: &MemoryLog) {
-    let mut index = TreeIndex::new();
+fn compact(hub: &Hub, log: &MemoryLog, index: &RwLock<TreeIndex>) {
     for revision in COMPACTIONS.map(Revision) {
         while hub.head() < revision {
             thread::yield_now();
         }
-        let (from, mut removed) = (index.head(), Vec::new());
-        let changes = history().into_iter().flatten();
-        changes
-            .filter(|change| (from < change.row.revision) && change.row.revision <= revision)
-            .for_each(|change| index.apply(&change));
-        index.begin_compaction(revision);
-        while index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+        let mut removed = Vec::new();
+        hub.record_compaction(revision, || index.write().begin_compaction(revision));
+        while index.write().compact_step(&mut CompactionCursor::at(revision), usize::MAX, &mut removed) {}
         let rows: Vec<RowId> = removed.iter().map(|superseded| superseded.row).collect();
-        hub.record_compaction(revision, || {});
         block_on(log.reclaim(Reclaim::Rows { rows: &rows, compacted: revision, server: 0 })).expect("a log in memory");
     }
 }

@@ -11,17 +11,71 @@ use super::{
     schedule::{Action, Concurrent, Create, STREAMS, Step},
 };
 use crate::{
-    index::CompactionCursor,
+    index::{CompactionCursor, TreeIndex},
     log::{Append, Appended, Log, Reclaim, memory::MemoryLog},
+    sync::RwLock,
     types::{Change, Revision, WatchId},
     watch::{Hub, Messages, Outbox, Session, Spec},
 };
 
 pub(super) struct World {
-    log: Arc<MemoryLog>,
-    hub: Arc<Hub>,
+    store: TestStore,
     history: History,
     streams: Vec<Stream>,
+}
+
+/// What the hub knows of the past besides the log.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Lookup {
+    Index,
+    Nothing,
+}
+
+/// A log, its index and a hub.
+pub(super) struct TestStore {
+    pub(super) log: Arc<MemoryLog>,
+    pub(super) hub: Arc<Hub>,
+    index: Arc<RwLock<TreeIndex>>,
+}
+
+impl TestStore {
+    pub(super) fn new(lookup: Lookup) -> Self {
+        let (hub, index) = (Hub::new(Revision::EMPTY, None, Arc::default()), Arc::default());
+        let hub = match lookup {
+            Lookup::Index => hub.with_index(Arc::clone(&index)),
+            Lookup::Nothing => hub,
+        };
+        Self { log: Arc::new(MemoryLog::with_yielding_values()), hub: Arc::new(hub), index }
+    }
+
+    pub(super) async fn publish(&self, changes: Vec<Change>) {
+        let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
+        let append = Append::rows(first.row.revision.prev(), &changes);
+        assert_eq!(self.log.append(append).await.unwrap(), Appended::Done);
+        self.hub.publish(&changes, last.row.revision, |changes| {
+            let mut index = self.index.write();
+            changes.iter().for_each(|change| index.apply(change));
+        });
+    }
+
+    async fn compact(&self, history: &mut History, back: i64, purge: bool) {
+        let revision = Revision(history.index.head().0 - back);
+        if Some(revision) <= history.compact_revision {
+            return;
+        }
+        let append = Append { compact: Some(revision), ..Append::rows(history.index.head(), &[]) };
+        assert_eq!(self.log.append(append).await.unwrap(), Appended::Done);
+        self.hub.record_compaction(revision, || {
+            self.index.write().begin_compaction(revision);
+            history.compact_revision = Some(revision);
+        });
+        if purge {
+            let mut removed = Vec::new();
+            while self.index.write().compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+            let rows: Vec<_> = removed.iter().map(|superseded| superseded.row).collect();
+            self.log.reclaim(Reclaim::Rows { rows: &rows, compacted: revision, server: 0 }).await.unwrap();
+        }
+    }
 }
 
 struct Stream {
@@ -34,41 +88,42 @@ struct Stream {
 }
 
 impl World {
-    pub(super) fn new() -> Self {
-        let log = Arc::new(MemoryLog::default());
-        let hub = Arc::new(Hub::new(Revision::EMPTY, None, Arc::default()));
+    pub(super) fn new(lookup: Lookup) -> Self {
+        let store = TestStore::new(lookup);
+        let TestStore { log, hub, .. } = &store;
         let stream = || {
             let outbox = Arc::new(hub.outbox());
-            let session = Session::new(Arc::clone(&hub), Arc::clone(&log) as Arc<dyn Log>, Arc::clone(&outbox));
+            let session = Session::new(Arc::clone(hub), Arc::clone(log) as Arc<dyn Log>, Arc::clone(&outbox));
             let messages = Messages::new(Arc::clone(&outbox));
             Stream { session, messages, outbox, reader: Reader::default(), has_work: false }
         };
         let streams = (0..STREAMS).map(|_| stream()).collect();
-        Self { log, hub, history: History::default(), streams }
+        Self { store, history: History::default(), streams }
     }
 
     pub(super) async fn run(&mut self, step: Step) -> Checked {
         match step {
             Step::Publish { txns, concurrent } => {
-                let changes = self.history.commit(&txns, self.hub.wants_prev());
+                let hub = &self.store.hub;
+                let changes = self.history.commit(&txns, hub.wants_prev());
                 if let Some((stream, create)) = concurrent {
-                    self.streams[stream].create(&self.history, create, self.hub.head());
+                    self.streams[stream].create(&self.history, create, hub.head());
                 }
-                publish(&self.log, &self.hub, changes).await;
+                self.store.publish(changes).await;
                 Ok(())
             }
             Step::Stream(stream, action) => self.act(stream, action).await,
             Step::Compact { back, purge } => {
-                compact(&self.log, &self.hub, &mut self.history, back, purge).await;
+                self.store.compact(&mut self.history, back, purge).await;
                 Ok(())
             }
         }
     }
 
     async fn act(&mut self, stream: usize, action: Action) -> Checked {
-        let Self { log, hub, history, streams } = self;
+        let Self { store, history, streams } = self;
         let stream = &mut streams[stream];
-        let head = hub.head();
+        let head = store.hub.head();
         // Requests are read only while the outbox has capacity.
         let has_capacity = stream.outbox.has_capacity();
         match action {
@@ -97,10 +152,10 @@ impl World {
                     for operation in operations {
                         match operation {
                             Concurrent::Publish(txn) => {
-                                let changes = history.commit(&[txn], hub.wants_prev());
-                                publish(log, hub, changes).await;
+                                let changes = history.commit(&[txn], store.hub.wants_prev());
+                                store.publish(changes).await;
                             }
-                            Concurrent::Compact { back, purge } => compact(log, hub, history, back, purge).await,
+                            Concurrent::Compact { back, purge } => store.compact(history, back, purge).await,
                             Concurrent::Read(messages_max) => read(messages, reader, history, messages_max)?,
                         }
                     }
@@ -136,7 +191,7 @@ impl World {
             }
             stream.reader.check_nothing_is_missing(&self.history)?;
         }
-        let pending = &self.hub.pending;
+        let pending = &self.store.hub.pending;
         prop_assert_eq!((pending.messages.get(), pending.slots()), (0, 0), "no message or slot is left");
         Ok(())
     }
@@ -189,28 +244,4 @@ fn read(messages: &mut Messages, reader: &mut Reader, history: &History, message
         reader.check(message, history)?;
     }
     Ok(())
-}
-
-pub(super) async fn publish(log: &MemoryLog, hub: &Hub, changes: Vec<Change>) {
-    let (Some(first), Some(last)) = (changes.first(), changes.last()) else { return };
-    let append = Append::rows(first.row.revision.prev(), &changes);
-    assert_eq!(log.append(append).await.unwrap(), Appended::Done);
-    hub.publish(&changes, last.row.revision, |_| {});
-}
-
-async fn compact(log: &MemoryLog, hub: &Hub, history: &mut History, back: i64, purge: bool) {
-    let revision = Revision(history.index.head().0 - back);
-    if Some(revision) <= history.compact_revision {
-        return;
-    }
-    let append = Append { compact: Some(revision), ..Append::rows(history.index.head(), &[]) };
-    assert_eq!(log.append(append).await.unwrap(), Appended::Done);
-    hub.record_compaction(revision, || history.compact_revision = Some(revision));
-    if purge {
-        let mut removed = Vec::new();
-        history.index.begin_compaction(revision);
-        while history.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
-        let rows: Vec<_> = removed.iter().map(|superseded| superseded.row).collect();
-        log.reclaim(Reclaim::Rows { rows: &rows, compacted: revision, server: 0 }).await.unwrap();
-    }
 }

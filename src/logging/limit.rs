@@ -1,4 +1,4 @@
-//! A rate limit for log messages about clients, which could otherwise fill the log.
+//! A rate limit for log messages that clients can cause, which could otherwise fill the log.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Counts events between two messages.
-pub(super) struct LogLimit {
+pub(crate) struct LogLimit {
     /// Minimum time between two messages.
     interval: Duration,
     count: Mutex<Count>,
@@ -18,12 +18,12 @@ struct Count {
 }
 
 impl LogLimit {
-    pub(super) const fn every(interval: Duration) -> Self {
+    pub(crate) const fn every(interval: Duration) -> Self {
         Self { interval, count: Mutex::new(Count { last_message: None, events: 0 }) }
     }
 
     /// Counts an event. If a message is due, returns the number of events since the last one, including this event.
-    pub(super) fn count(&self) -> Option<u64> {
+    pub(crate) fn count(&self) -> Option<u64> {
         let mut count = self.count.lock();
         count.events += 1;
         if count.last_message.is_some_and(|last| last.elapsed() < self.interval) {
