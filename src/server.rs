@@ -128,15 +128,14 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let opening = open_store(&settings, advertised_urls(role, &settings, &listeners.clients), metrics, keep, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let mut server = Server { settings, role, store: Arc::new(store?), stopping, servers };
-    let serving = server.begin(listeners, tls, &starting).await;
-    let outcome = match &serving {
-        Ok(_) => server.run(shutdown).await,
-        Err(_) => Ok(()),
+    let (outcome, serving) = match server.begin(listeners, tls, &starting).await {
+        Ok(serving) => (server.run(shutdown).await, Some(serving)),
+        Err(error) => (Err(error), None),
     };
     stop.send_replace(true);
     // Also after a start that failed: the log records what the next start needs, and deregisters this instance.
     server.end().await;
-    if let Some(exporter) = serving?.exporter {
+    if let Some(exporter) = serving.and_then(|serving| serving.exporter) {
         // `finish` blocks its thread until tasks of this runtime have run.
         let _ = tokio::task::spawn_blocking(move || exporter.finish()).await;
     }

@@ -144,12 +144,13 @@ impl Lease for Context {
         let own_permits = Arc::new(Semaphore::new(KEEP_ALIVES_OF_EACH));
         let start = (self.clone(), PacedStream::new(request.into_inner(), self.steps()), own_permits);
         let requests = stream::try_unfold(start, |(mut service, mut requests, own_permits)| async move {
-            let permit = service.keep_alive_permit(&own_permits).await;
             let request = tokio::select! {
                 request = requests.next() => request.transpose()?,
                 _ = service.stopping.wait_for(|stopping| *stopping) => return Err(from_store(store::Error::Stopped)),
             };
-            Ok(request.map(|request| ((request.id, permit), (service, requests, own_permits))))
+            let Some(request) = request else { return Ok(None) };
+            let permit = service.keep_alive_permit(&own_permits).await;
+            Ok(Some(((request.id, permit), (service, requests, own_permits))))
         });
         let service = Arc::new(self.clone());
         let responses = requests.map_ok(move |(id, permit)| {

@@ -2,8 +2,12 @@
 //!
 //! A caller enters a queue by putting the key `NAME/LEASE`, in which LEASE is the ID of its lease in hexadecimal
 //! digits. The key with the smallest create revision is first. etcd's client library (and so etcdctl's `lock` and
-//! `elect`) uses the same keys and therefore the same queues. The services that use this module return every error as
-//! Unknown with etcd's text, as etcd does.
+//! `elect`) uses the same keys and therefore the same queues.
+//!
+//! A call that is cancelled or fails removes the key that it put, unless a later call with the same lease has taken that over,
+//! or the key was first already when this call found it.
+//!
+//! The services that use this module return every error as Unknown with etcd's text, as etcd does.
 
 use std::{sync::Arc, time::Duration};
 
@@ -36,6 +40,8 @@ use orlop_wire::proto::server::{
 
 /// TTL in seconds of a lease that the server grants to a caller without one. It is not renewed.
 const SERVER_LEASE_TTL_SECS: i64 = 60;
+/// What panics of this module are logged with.
+const ENTERING: &str = "entering a queue";
 /// Pause before the server tries again to remove an entry.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
@@ -53,15 +59,21 @@ pub(super) struct Queue {
     lease: i64,
 }
 
-/// A key in a queue, as a call has written it.
+/// A key in a queue, as a call has put it.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) key: Bytes,
     pub(super) create_revision: i64,
-    /// The revision at which this call wrote the key. A later call with the same lease writes it again.
+    /// The revision at which this call put the key. A later call with the same lease puts it again.
     mod_revision: i64,
     /// The header of that transaction.
     pub(super) header: Option<pb::ResponseHeader>,
+}
+
+/// The result of [`Queue::create`].
+enum Created {
+    New(Entry, RemoveOnDrop),
+    Found(KeyValue),
 }
 
 impl Queue {
@@ -78,44 +90,68 @@ impl Queue {
         self.lease
     }
 
-    /// Adds the caller's key at the end of the queue, or writes the existing one again. Returns the entry, and what removes it
-    /// in the background unless it is cancelled.
+    /// Adds the caller's key at the end of the queue, or takes over the existing one. Returns the entry, and what removes it in
+    /// the background unless it is cancelled.
     ///
     /// # Cancel safety
     ///
     /// If the future is dropped while the key is written, that goes on, and the entry is removed afterwards.
     pub(super) async fn enter(&self, value: Bytes) -> Result<(Entry, RemoveOnDrop), Status> {
-        let queue = self.clone();
-        let entering = async move {
-            let entry = queue.put(value).await?;
-            let removal = RemoveOnDrop { entry: Some((Arc::clone(&queue.context), entry.clone())) };
-            Ok((entry, removal))
-        };
-        finish(&self.context, "entering a queue", entering).await
-    }
-
-    async fn put(&self, value: Bytes) -> Result<Entry, Status> {
         // Go's client formats an ID with its sign.
         let sign = if self.lease < 0 { "-" } else { "" };
         let name = format!("{sign}{:x}", self.lease.unsigned_abs());
         let key = Bytes::from([&self.prefix[..], name.as_bytes()].concat());
-        let get = pb::RangeRequest { key: key.clone(), keys_only: true, ..Default::default() };
-        let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
-        let put = request_op::Request::RequestPut(put);
-        // Written also if it exists: the call that created it may have been cancelled, and its removal must not take the key
-        // away from this call.
-        let otherwise = vec![request_op::Request::RequestRange(get), put.clone()];
-        let response = txn_if(&self.context, &self.caller, created_at(&key, 0), vec![put], otherwise).await?;
-        let head = response.header.as_ref().map_or(0, |header| header.revision);
-        let mut entry = Entry { key, create_revision: head, mod_revision: head, header: response.header };
-        if !response.succeeded
-            && let Some(pb::ResponseOp { response: Some(response_op::Response::ResponseRange(range)) }) =
-                response.responses.into_iter().next()
-            && let Some(kv) = decode_pairs(range.kvs)?.pop()
-        {
-            entry.create_revision = kv.create_revision;
+        loop {
+            let created = self.clone().create(key.clone(), value.clone());
+            let found = match finish(&self.context, ENTERING, created).await? {
+                Created::New(entry, removal) => return Ok((entry, removal)),
+                Created::Found(found) => found,
+            };
+            // In a task of its own, so that a call that ended before does not take the key over.
+            let taken = self.clone().take_over(found, value.clone());
+            if let Some(entered) = finish(&self.context, ENTERING, taken).await? {
+                return Ok(entered);
+            }
         }
-        Ok(entry)
+    }
+
+    /// Puts the key unless it exists.
+    async fn create(self, key: Bytes, value: Bytes) -> Result<Created, Status> {
+        let get = pb::RangeRequest { key: key.clone(), ..Default::default() };
+        let otherwise = vec![request_op::Request::RequestRange(get)];
+        let put = self.put(&key, value);
+        let response = txn_if(&self.context, &self.caller, created_at(&key, 0), vec![put], otherwise).await?;
+        if let Some(found) = first_pair(response.responses)? {
+            return Ok(Created::Found(found));
+        }
+        let head = response.header.as_ref().map_or(0, |header| header.revision);
+        let entry = Entry { key, create_revision: head, mod_revision: head, header: response.header };
+        let removal = RemoveOnDrop { entry: Some((self.context, entry.clone())) };
+        Ok(Created::New(entry, removal))
+    }
+
+    /// Puts the key that was found again, unless it has changed since. The call that put it before may have been cancelled,
+    /// and its removal must not take the key away from this call. If the key is first, its client may hold the lock: this
+    /// call does not remove it then.
+    async fn take_over(self, found: KeyValue, value: Bytes) -> Result<Option<(Entry, RemoveOnDrop)>, Status> {
+        let first = request_op::Request::RequestRange(entry_request(&self.prefix, SortOrder::Ascend));
+        let then = vec![first, self.put(&found.key, value)];
+        let is_unchanged = modified_at(&found.key, found.mod_revision);
+        let response = txn_if(&self.context, &self.caller, is_unchanged, then, Vec::new()).await?;
+        if !response.succeeded {
+            return Ok(None);
+        }
+        let is_first = first_pair(response.responses)?.is_some_and(|first| first.key == found.key);
+        let mod_revision = response.header.as_ref().map_or(0, |header| header.revision);
+        let entry =
+            Entry { key: found.key, create_revision: found.create_revision, mod_revision, header: response.header };
+        let removal = RemoveOnDrop { entry: (!is_first).then(|| (self.context, entry.clone())) };
+        Ok(Some((entry, removal)))
+    }
+
+    fn put(&self, key: &Bytes, value: Bytes) -> request_op::Request {
+        let put = pb::PutRequest { key: key.clone(), value, lease: self.lease, ..Default::default() };
+        request_op::Request::RequestPut(put)
     }
 
     /// Waits until the entry is first. Returns whether it had to wait.
@@ -181,7 +217,7 @@ impl Drop for RemoveOnDrop {
     }
 }
 
-/// Removes an entry, unless a later call has written it. While the database is unavailable or the queue of writes is full,
+/// Removes an entry, unless a later call has taken it over. While the database is unavailable or the queue of writes is full,
 /// it tries again: an entry that remains blocks its queue as long as its client keeps the lease alive.
 async fn remove_with_retries(context: &Arc<Context>, entry: &Entry) {
     let (server, mut stopping) = (Caller::Server, context.stopping.clone());
@@ -273,6 +309,16 @@ pub(super) async fn remove_if(
     let delete = pb::DeleteRangeRequest { key: condition.key.clone(), ..Default::default() };
     let delete = request_op::Request::RequestDeleteRange(delete);
     txn_if(context, caller, condition, vec![delete], Vec::new()).await
+}
+
+/// Returns the first pair of the first response, if that is a range.
+fn first_pair(responses: Vec<pb::ResponseOp>) -> Result<Option<KeyValue>, Status> {
+    let Some(pb::ResponseOp { response: Some(response_op::Response::ResponseRange(range)) }) =
+        responses.into_iter().next()
+    else {
+        return Ok(None);
+    };
+    Ok(decode_pairs(range.kvs)?.into_iter().next())
 }
 
 fn decode_pairs(kvs: Vec<Bytes>) -> Result<Vec<KeyValue>, Status> {

@@ -312,7 +312,7 @@ fn log_is_json_and_can_go_to_a_file() {
     let to_file = fs::read_to_string(home.path().join("orlop.log")).expect("the log is in the file");
     for log in [to_stderr, to_file] {
         let line: serde_json::Value = serde_json::from_str(log.lines().next().expect("a line")).expect("JSON");
-        assert_eq!((line["level"].as_str(), line["flags"].as_str()), (Some("warn"), Some("initial-cluster")));
+        assert_eq!((line["level"].as_str(), line["settings"].as_str()), (Some("warn"), Some("initial-cluster")));
         assert!(line["ts"].is_string() && line["caller"].is_string() && line["msg"].is_string(), "{line}");
         let reason = log.lines().find(|line| line.contains(r#""msg":"the server failed""#));
         assert!(reason.is_some_and(|line| line.contains("error") && line.contains("/proc/none")), "{log}");

@@ -304,18 +304,42 @@ async fn call_that_is_cancelled_at_any_moment_leaves_its_queue(backend: Backend)
     held(lock(&client, "door", 0x10)).await;
     elected(campaign(&client, "seat", 0x10, "alice")).await;
     for number in 0..100 {
-        let lease = grant(&mut client, 0x100 + number).await;
+        let lease = grant(&mut client, 0x100 + i64::from(number)).await;
         let (waiting, candidate) = (lock(&client, "door", lease), campaign(&client, "seat", lease, "bob"));
-        // Sleeping is not exact enough.
-        let moment = Instant::now() + Duration::from_micros(50) * u32::try_from(number).expect("it is small");
-        while Instant::now() < moment {
-            yield_now().await;
-        }
+        wait_exactly(Duration::from_micros(50) * number).await;
         waiting.abort();
         candidate.abort();
     }
     for prefix in ["door/", "seat/"] {
         wait_for_keys(&client, prefix, 1).await;
+    }
+}
+
+/// Its client has the lock whether it cancels the repeated call or not.
+async fn call_that_repeats_a_granted_one_leaves_its_key(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let waiting = second_in_queue(&mut client).await;
+    elected(campaign(&client, "seat", 0x10, "alice")).await;
+    let candidate = campaign(&client, "seat", 0x11, "bob");
+    wait_for_keys(&client, "seat/", 2).await;
+    for number in 0..100 {
+        let repeated = (lock(&client, "door", 0x10), campaign(&client, "seat", 0x10, "alice"));
+        wait_exactly(Duration::from_micros(50) * number).await;
+        repeated.0.abort();
+        repeated.1.abort();
+    }
+    let granted = timeout(Duration::from_millis(500), select(waiting, candidate)).await;
+    assert!(granted.is_err(), "two clients have the same lock or seat");
+    assert_eq!(keys(&mut client, "door/1").await, ["door/10", "door/11"]);
+    assert_eq!(keys(&mut client, "seat/1").await, ["seat/10", "seat/11"]);
+}
+
+/// Waits without sleeping, which is not exact enough.
+async fn wait_exactly(time: Duration) {
+    let moment = Instant::now() + time;
+    while Instant::now() < moment {
+        yield_now().await;
     }
 }
 
@@ -433,7 +457,9 @@ async fn campaign_of_an_ended_lease_is_refused(backend: Backend) {
     for id in [0x10, 0x11] {
         grant(&mut client, id).await;
     }
-    let first = elected(campaign(&client, "seat", 0x10, "alice")).await;
+    // The value is in the request once, so that a large one is accepted also from a leader.
+    elected(campaign(&client, "seat", 0x10, &"a".repeat(1_000_000))).await;
+    let first = elected(campaign(&client, "seat", 0x10, &"b".repeat(1_000_000))).await;
     let candidate = campaign(&client, "seat", 0x11, "bob");
     wait_for_keys(&client, "seat/", 2).await;
     revoke(&mut client, 0x11).await;
@@ -446,6 +472,7 @@ async fn campaign_of_an_ended_lease_is_refused(backend: Backend) {
 on_both_backends!(
     call_that_is_cancelled_at_any_moment_leaves_its_queue,
     call_that_repeats_a_cancelled_one_keeps_its_entry,
+    call_that_repeats_a_granted_one_leaves_its_key,
     campaign_of_an_ended_lease_is_refused,
     lock_is_granted_in_request_order,
     lock_refuses_invalid_requests_as_etcd,

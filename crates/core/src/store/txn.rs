@@ -54,6 +54,8 @@ const VISITS_MAX: usize = 1_000_000;
 /// Pairs that the compares of a transaction ask for at first. They may need only the first of them. Then they ask for as
 /// many as were read before, so that the number of evaluations grows with the logarithm of the number of pairs.
 const COMPARED_ROWS_FIRST: usize = 1_000;
+/// Maximum number of pairs that they ask for at a time. It limits the time and the memory of one read.
+const COMPARED_ROWS_MAX: usize = 50_000;
 
 /// Pairs read from the log for an evaluation; `None` for a row that no longer exists.
 pub type Fetched = HashMap<RowId, Option<EncodedKv>>;
@@ -228,7 +230,7 @@ impl<'a> Evaluation<'a> {
             });
         }
         // The result does not matter once as many pairs are missing as are read at a time.
-        let missing_max = self.fetched.len().max(COMPARED_ROWS_FIRST);
+        let missing_max = self.fetched.len().clamp(COMPARED_ROWS_FIRST, COMPARED_ROWS_MAX);
         Ok(found.iter().all(|current| self.missing.len() < missing_max && self.holds_for(compare, current)))
     }
 

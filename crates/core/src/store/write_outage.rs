@@ -44,11 +44,12 @@ impl WriteOutage {
         *self.0.lock() = None;
     }
 
-    /// Returns whether writes have failed for longer than [`HEARTBEAT_TIMEOUT`].
+    /// Returns whether writes have failed again after more than [`HEARTBEAT_TIMEOUT`]. A single failure tells nothing of the
+    /// time after it.
     fn is_long(&self) -> bool {
         let failures = self.0.lock();
         let is_long =
-            |known: &Failures| known.first.elapsed() > HEARTBEAT_TIMEOUT && known.last.elapsed() < FORGOTTEN_AFTER;
+            |known: &Failures| known.last - known.first > HEARTBEAT_TIMEOUT && known.last.elapsed() < FORGOTTEN_AFTER;
         failures.as_ref().is_some_and(is_long)
     }
 }
@@ -100,6 +101,16 @@ mod tests {
         assert!(!outage.is_long(), "the next write may succeed");
         outage.note_failure(&failure());
         assert!(!outage.is_long(), "another outage begins");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_failure_is_no_outage() {
+        let outage = WriteOutage::default();
+        outage.note_failure(&failure());
+        for second in 0..40 {
+            assert!(!outage.is_long(), "second {second}");
+            advance(SECOND).await;
+        }
     }
 
     #[tokio::test(start_paused = true)]
