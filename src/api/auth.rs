@@ -139,7 +139,12 @@ impl Auth for Context {
     ) -> Result<Response<pb::AuthUserChangePasswordResponse>, Status> {
         let (caller, remote) = (self.caller_of(&request).await?, request.extensions().get::<Remote>().cloned());
         let pb::AuthUserChangePasswordRequest { name: user, password, .. } = request.into_inner();
-        let password = self.hash(&caller, remote.as_ref(), password).await?;
+        // As in etcd, an empty password opens no account here: a script may have lost the new one.
+        let password = if password.is_empty() {
+            Password::locked()
+        } else {
+            self.hash(&caller, remote.as_ref(), password).await?
+        };
         let header = self.change_as(&caller, AuthChange::SetPassword { user, password }).await?;
         Ok(Response::new(pb::AuthUserChangePasswordResponse { header }))
     }

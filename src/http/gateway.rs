@@ -5,6 +5,7 @@
 //! those of grpc-gateway: original field names, 64-bit numbers as strings, bytes in base64, defaults omitted; a
 //! streaming response has one `{"result": ...}` per line, and streaming requests are concatenated JSON values.
 
+mod line_breaks;
 mod memory;
 mod metadata;
 pub mod split;
@@ -165,7 +166,11 @@ impl Gateway {
         let mut partial = PartialRequest::new(&self.partial_requests);
         let body = if described.is_client_streaming() {
             let (memory, values) = (self.memory.clone(), Values::new(self.json_bytes_max));
-            Body::from_stream(request_frames(body.into_data_stream(), described.input(), memory, partial, values))
+            let mut body = body.into_data_stream();
+            // Before the response begins: afterwards hyper does not ask for a body that the client sends only when it is asked
+            // to (`Expect: 100-continue`).
+            let data = next(&mut body, &mut partial).await?.unwrap_or_default();
+            Body::from_stream(request_frames(body, data, described.input(), memory, partial, values))
         } else {
             let json = read_body(body.into_data_stream(), &mut partial, self.json_bytes_max).await?;
             let framed = json_to_frame(described.input(), json, &self.memory).await?;
@@ -207,7 +212,11 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
     }
     let mut values = serde_json::Deserializer::from_slice(json);
     let options = prost_reflect::DeserializeOptions::new().deny_unknown_fields(false);
-    DynamicMessage::deserialize_with_options(kind, &mut values, &options)
+    DynamicMessage::deserialize_with_options(kind.clone(), &mut values, &options)
+        .or_else(|error| match line_breaks::removed(json, &kind) {
+            Some(values) => DynamicMessage::deserialize_with_options(kind, values, &options),
+            None => Err(error),
+        })
         .map_err(|error| Status::invalid_argument(error.to_string()))
 }
 
@@ -252,15 +261,16 @@ async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result
     }
 }
 
-/// Converts concatenated JSON values to frames. Each value is converted as soon as it is complete.
+/// Converts concatenated JSON values to frames; `data` is the beginning of the body. Each value is converted as soon as it is complete.
 fn request_frames(
     body: BodyDataStream,
+    data: Bytes,
     kind: MessageDescriptor,
     memory: Memory,
     partial: PartialRequest,
     values: Values,
 ) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, memory, partial, values, Bytes::new());
+    let start = (body, kind, memory, partial, values, data);
     stream::try_unfold(start, |(mut body, kind, memory, mut partial, mut values, mut data)| async move {
         loop {
             if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
@@ -459,7 +469,8 @@ mod tests {
         let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
         let body = Body::from_stream(pieces).into_data_stream();
         let partial = PartialRequest::new(&Arc::default());
-        let read: Vec<_> = request_frames(body, kind, Memory::default(), partial, Values::new(1_000)).collect().await;
+        let read: Vec<_> =
+            request_frames(body, Bytes::new(), kind, Memory::default(), partial, Values::new(1_000)).collect().await;
         assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
     }
 

@@ -198,7 +198,9 @@ impl Facts {
     fn take_user(&mut self, value: &Bytes) -> Option<()> {
         let user = authpb::User::decode(value.clone()).ok()?;
         let password = match &user.password[..] {
-            [] => Password::None,
+            [] if user.options.is_some_and(|options| options.no_password) => Password::None,
+            // The last change of the password was to an empty one.
+            [] => Password::locked(),
             hash => Password::Hash(text(hash)?),
         };
         let name = text(&user.name)?;
@@ -292,4 +294,23 @@ pub(super) fn parse_row_key(key: &[u8]) -> Option<(RowId, bool)> {
     let sub = u64::from_be_bytes(*key.get(9..)?.first_chunk()?);
     let sub = u32::try_from(sub).ok()?;
     (key[8] == b'_' && revision >= 0).then_some((RowId::new(Revision(revision), sub), is_delete))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_users_that_were_added_without_a_password_stay_without() {
+        let password = |hash: &'static [u8], no_password| {
+            let options = Some(authpb::UserAddOptions { no_password });
+            let user = authpb::User { name: "u".into(), password: hash.into(), options, ..Default::default() };
+            let mut facts = Facts::default();
+            facts.take_user(&user.encode_to_vec().into()).expect("a user");
+            facts.auth.users["u"].password.clone()
+        };
+        assert_eq!(password(b"", true), Password::None);
+        assert_eq!(password(b"", false), Password::locked());
+        assert_eq!(password(b"$2a$10$x", false), Password::Hash("$2a$10$x".to_owned()));
+    }
 }

@@ -29,6 +29,13 @@ pub enum Password {
     None,
 }
 
+impl Password {
+    /// Returns a hash that no password has: nobody can log in with a password until it is changed.
+    pub fn locked() -> Self {
+        Self::Hash(format!("$2a$10${}", ".".repeat(53)))
+    }
+}
+
 /// Hashes are not logged.
 impl fmt::Debug for Password {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

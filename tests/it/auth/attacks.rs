@@ -228,7 +228,28 @@ async fn guesses_count_for_their_own_address(backend: Backend) {
     assert!(meanwhile < 100, "{meanwhile} guesses were checked before");
 }
 
+/// A script whose variable with the new password is unset must not open the account.
+async fn change_to_an_empty_password_locks_the_user(backend: Backend) {
+    const REFUSED: &str = "etcdserver: authentication failed, invalid user ID or password";
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let _ = act_as(&mut client, "root").await;
+    for (new, works) in [("", false), ("again", true)] {
+        let change =
+            AuthUserChangePasswordRequest { name: "user".to_owned(), password: new.to_owned(), ..Default::default() };
+        client.auth.user_change_password(change).await.expect("the password is changed");
+        for password in ["", &password("user"), new] {
+            let entered = Client::connect(server.endpoint()).await.log_in("user", password).await;
+            let entered = entered.map(drop).map_err(|refusal| refusal.message().to_owned());
+            let expected = if works && password == new { Ok(()) } else { Err(REFUSED.to_owned()) };
+            assert_eq!(entered, expected, "{password:?} after {new:?}");
+        }
+    }
+}
+
 on_both_backends!(
+    change_to_an_empty_password_locks_the_user,
     names_are_bounded,
     many_permissions_do_not_slow_requests,
     leases_of_many_keys_do_not_slow_requests,

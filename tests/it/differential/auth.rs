@@ -32,6 +32,8 @@ pub const ROOT: &str = "root";
 const USERS: [&str; 3] = ["u", "v", "w"];
 const ROLES: [&str; 3] = ["r", "s", "root"];
 pub const PASSWORDS: [&str; 2] = ["one", "two"];
+/// An empty password is refused at a log-in after a change to it.
+const CHANGED: [&str; 3] = ["one", "two", ""];
 
 #[derive(Clone, Debug)]
 pub enum AuthOp {
@@ -109,7 +111,7 @@ pub fn draw_op(random: &mut Random) -> AuthOp {
         0 => AuthOp::Enable,
         1 => AuthOp::Disable,
         2 => AuthOp::Status,
-        3 => AuthOp::LogIn { user, password },
+        3 => AuthOp::LogIn { user, password: random.pick(&CHANGED) },
         4 => {
             // Root must be able to log in, so that the round can go on.
             let options = (user != ROOT && random.chance(20)).then_some(UserAddOptions { no_password: true });
@@ -121,7 +123,7 @@ pub fn draw_op(random: &mut Random) -> AuthOp {
         7 => AuthOp::UserDelete(AuthUserDeleteRequest { name }),
         8 => AuthOp::ChangePassword(AuthUserChangePasswordRequest {
             name: random.pick(&USERS).to_owned(),
-            password: password.into(),
+            password: random.pick(&CHANGED).into(),
             ..Default::default()
         }),
         9 => AuthOp::GrantRole(AuthUserGrantRoleRequest { user: name, role }),
