@@ -2,11 +2,8 @@
 {{- define "orlop.pod" -}}
 metadata:
   labels:
-    {{- include "orlop.podLabels" . | nindent 4 }}
-    orlop/datastore: {{ .Values.datastore.kind }}
-    {{- with .Values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $labels := include "orlop.podLabels" . | fromYaml }}
+    {{- merge (dict) .Values.podLabels (dict "orlop/datastore" .Values.datastore.kind) $labels | toYaml | nindent 4 }}
   {{- with .Values.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
