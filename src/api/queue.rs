@@ -5,7 +5,7 @@
 //! `elect`) uses the same keys and therefore the same queues.
 //!
 //! A call that is cancelled or fails removes the key that it put, unless a later call with the same lease has taken that over,
-//! or the key was first already when this call found it.
+//! or the key was first already when this call found it. If the outcome of the put is unknown, the key may remain.
 //!
 //! The services that use this module return every error as Unknown with etcd's text, as etcd does.
 

@@ -13,9 +13,9 @@ use std::{
 };
 
 use http::{HeaderValue, Request, Response, Uri, uri::PathAndQuery};
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, Full};
 use hyper::{
-    body::Incoming,
+    body::{Bytes, Incoming},
     client::conn::{
         http1,
         http2::{self, SendRequest},
@@ -57,6 +57,7 @@ const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time to wait for the first response of a server without TLS. One that is starting answers later.
 const FIRST_ANSWER_MAX: Duration = Duration::from_secs(1);
+const HEALTH_CHECK: &str = "grpc.health.v1.Health/Check";
 const METRICS: &str = "/metrics";
 
 /// etcd's services over one shared connection.
@@ -104,10 +105,15 @@ impl Client {
     }
 
     /// Checks that the server answers without TLS: a server with TLS accepts the connection, and breaks it only when it has
-    /// read the beginning.
+    /// read the beginning. The request is one of gRPC, because etcd 3.4 closes a connection with another one.
     async fn check_plain(&self) -> io::Result<()> {
-        let uri = format!("{}version", self.origin).parse::<Uri>().map_err(io::Error::other)?;
-        let request = Request::builder().uri(uri).body(Body::empty()).map_err(io::Error::other)?;
+        let uri = format!("{}{HEALTH_CHECK}", self.origin).parse::<Uri>().map_err(io::Error::other)?;
+        let empty_message = Full::<Bytes>::from(&[0; 5][..]);
+        let request = Request::post(uri)
+            .header(http::header::CONTENT_TYPE, "application/grpc")
+            .header(http::header::TE, "trailers")
+            .body(Body::new(empty_message))
+            .map_err(io::Error::other)?;
         match timeout(FIRST_ANSWER_MAX, self.connection.clone().call(request)).await {
             Ok(Err(_)) => Err(needs_tls(&self.endpoint.address)),
             // Any response; or the server is starting.
