@@ -109,7 +109,7 @@ async fn values_of_compares_are_read_together() -> Checked {
     Ok(())
 }
 
-/// Without the model, which is slow with so many keys.
+/// Does not compare with the model, which would take long with so many keys.
 #[test]
 fn evaluations_of_a_compare_grow_with_the_logarithm_of_its_keys() {
     const KEYS: u32 = 50_000;
