@@ -1,8 +1,15 @@
 //! Opens the store of a server with its settings.
 
-use std::{sync::Arc, thread::available_parallelism};
+use std::{
+    sync::Arc,
+    thread::available_parallelism,
+    time::{Duration, Instant},
+};
 
-use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::{
+    runtime::{Handle, RuntimeFlavor},
+    time::sleep,
+};
 use tracing::warn;
 
 use super::Error;
@@ -11,10 +18,15 @@ use crate::{
     datastore::{MissingArchive, open_with_archive},
 };
 use orlop_core::{
+    log::{self, Log},
     metrics::Metrics,
     store::{self, AutoCompaction, CompactionRate, Keep, ReadProgress, SlowThresholds, Store},
 };
 use orlop_sql::Durability;
+
+/// Time for which reads of the log are repeated at a start on Postgres, which answered a moment ago.
+const READ_WAIT_MAX: Duration = Duration::from_secs(60);
+const READ_PAUSE: Duration = Duration::from_secs(1);
 
 /// Opens and reads the log.
 pub(super) async fn open_store(
@@ -69,5 +81,23 @@ pub(super) async fn open_store(
         Datastore::Postgres(_) => String::new(),
     };
     let read = |error| Error(format!("cannot read the database{location}: {error}"));
-    Store::open(log, store_settings).await.map_err(read)
+    match &datastore {
+        Datastore::Sqlite(_) => Store::open(log, store_settings).await,
+        Datastore::Postgres(_) => read_patiently(log, store_settings).await,
+    }
+    .map_err(read)
+}
+
+/// Reads the log. Begins again if the database does not respond for a while.
+async fn read_patiently(log: Arc<dyn Log>, settings: store::Settings) -> log::Result<Store> {
+    let began = Instant::now();
+    loop {
+        match Store::open(Arc::clone(&log), settings.clone()).await {
+            Err(log::Error::Unavailable(error)) if began.elapsed() < READ_WAIT_MAX => {
+                warn!(error, "cannot read the log yet; trying again");
+                sleep(READ_PAUSE).await;
+            }
+            opened => return opened,
+        }
+    }
 }
