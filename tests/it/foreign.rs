@@ -149,17 +149,6 @@ async fn postgres_database_of_another_application_or_none_is_refused() {
 }
 
 #[tokio::test]
-async fn connection_limit_of_the_role_is_named() {
-    let Some(postgres) = Postgres::shared().await else { return };
-    let home = tempfile::tempdir().expect("a folder");
-    let endpoint = postgres.create_database();
-    let name = database_name(&endpoint);
-    postgres.psql("postgres", &format!("ALTER ROLE {name} CONNECTION LIMIT 1"));
-    let text = refusal(home.path(), &["--datastore-endpoint", &endpoint]);
-    check_contains(&text, &[&format!("too many connections for role \"{name}\"")]);
-}
-
-#[tokio::test]
 async fn new_database_needs_an_encoding_for_all_names() {
     let Some(postgres) = Postgres::shared().await else { return };
     let home = tempfile::tempdir().expect("a folder");

@@ -40,6 +40,7 @@ mod outage;
 mod private;
 mod saved_index;
 mod services;
+mod shared_database;
 mod size;
 mod slow_watch;
 mod snapshot;

@@ -407,29 +407,6 @@ async fn idle_timeout_of_the_role_does_not_end_the_connection_for_notifications(
     assert_eq!(port_of(postgres, database, "LISTEN %").await, first);
 }
 
-/// The connection with which the start began still answers.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn start_waits_for_a_database_that_pauses_while_the_log_is_read() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
-    let datastore = postgres.create_database();
-    let mut server = Server::orlop_on(&datastore, &[]).await;
-    server.terminate().await;
-    let mut other = PgConnection::connect(&datastore).await.expect("the database exists");
-    sqlx::raw_sql("BEGIN; LOCK TABLE member").execute(&mut other).await.expect("the table exists");
-
-    let starting = tokio::spawn(async move {
-        server.restart().await;
-        server
-    });
-    eventually("a read that failed", async || {
-        if postgres.log().contains("canceling statement due to lock timeout") { Ok(()) } else { Err("none") }
-    })
-    .await;
-    other.close().await.expect("the lock is released");
-    let server = starting.await.expect("the server starts");
-    put_at(&mut Client::connect(server.endpoint()).await, "key").await;
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_connection_ends_a_defragmentation() {
     let Some(postgres) = Postgres::shared().await else { return };

@@ -55,7 +55,7 @@ use self::{
     integrity::{Damage, is_damage, unreadable},
     lock::FileLock,
     readers::Readers,
-    result_code::{CODE_FULL, CODE_IO, has_code},
+    result_code::{CODE_BUSY, CODE_FULL, CODE_IO, has_code},
     vacuum::Vacuum,
     writer::Writer,
 };
@@ -379,10 +379,11 @@ const FULL_DISK_BYTES: u64 = 1 << 20;
 impl SqliteLog {
     /// Maps an error of an append.
     ///
-    /// If the disk is full, the last page of the commit is not in the WAL, so SQLite ignores the commit. After any
-    /// other failure, in particular of a sync, SQLite rolls the commit back. The commit may nevertheless be complete in
-    /// the WAL, and then a start after a crash recovers it, so the outcome is unknown. A failed sync does not affect
-    /// earlier commits: the next commit overwrites the WAL from the end of the last successful commit.
+    /// If another process writes, the transaction has not begun: it takes SQLite's lock first. If the disk is full, the last
+    /// page of the commit is not in the WAL, so SQLite ignores the commit. After any other failure, in particular of a sync,
+    /// SQLite rolls the commit back. The commit may nevertheless be complete in the WAL, and then a start after a crash
+    /// recovers it, so the outcome is unknown. A failed sync does not affect earlier commits: the next commit overwrites the
+    /// WAL from the end of the last successful commit.
     fn failure(&self, error: &rusqlite::Error) -> Error {
         let file = self.options.get_filename().display();
         if is_damage(error) {
@@ -390,6 +391,9 @@ impl SqliteLog {
         }
         if has_code(error, CODE_FULL) {
             return Error::Full(format!("{file}: {error}"));
+        }
+        if has_code(error, CODE_BUSY) {
+            return Error::Unavailable(format!("{file}: {error}: another process writes to it"));
         }
         let is_disk_full = self.disk_free().is_some_and(|free| free < FULL_DISK_BYTES);
         let hint = match has_code(error, CODE_IO) {

@@ -55,7 +55,8 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// timeout closes a connection that holds the append lock (see [`super::append`]) while its instance is paused. A start
 /// and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since Postgres 17). Connections
 /// may be unused for long: the server does not close them, and its keepalives prevent firewalls and load balancers from
-/// forgetting them. Large values are compressed with lz4 if the server has it and nobody has chosen otherwise, because
+/// forgetting them. A plan that was made while a table was small and is kept would read the whole table once it is large, so
+/// plans use indexes; the cost of one that cannot would start the JIT compiler. Large values are compressed with lz4 if the server has it and nobody has chosen otherwise, because
 /// Postgres' default takes two to six times as long (docs/adr/0015).
 pub(super) const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
@@ -63,6 +64,8 @@ pub(super) const SESSION_SETTINGS: &str = "\
     SET lock_timeout = '5s'; \
     SET idle_in_transaction_session_timeout = '2s'; \
     SET client_min_messages = 'warning'; \
+    SET enable_seqscan = off; \
+    SET jit = off; \
     SET tcp_keepalives_idle = 60; \
     SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), false); \
     SELECT set_config('default_toast_compression', 'lz4', false) FROM pg_settings \
@@ -162,15 +165,22 @@ impl Database {
         self.connect_within(COMMAND_WAIT_MAX).await
     }
 
-    /// Opens the first connection. Retries for up to `wait_max` while the database cannot be reached or is starting. A
-    /// refusal, such as that of a wrong password, is final.
+    /// Opens the first connection within `wait_max`.
     pub(super) async fn connect_within(&self, wait_max: Duration) -> Result<Found> {
         let deadline = Instant::now() + wait_max;
+        let mut found = self.find_before(deadline).await?;
+        self.refuse_shared_sessions(&mut found.connection, deadline).await?;
+        Ok(found)
+    }
+
+    /// Opens a connection. Retries until the deadline while the database cannot be reached, is starting or has no free
+    /// connection. A refusal, such as that of a wrong password, is final.
+    async fn find_before(&self, deadline: Instant) -> Result<Found> {
         let mut pause = RETRY_PAUSE_MIN;
         let mut logged: Option<Instant> = None;
-        let mut found = loop {
+        loop {
             match self.find().await {
-                Ok(found) => break found,
+                Ok(found) => return Ok(found),
                 Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
@@ -183,9 +193,7 @@ impl Database {
             }
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
-        };
-        self.refuse_shared_sessions(&mut found.connection).await?;
-        Ok(found)
+        }
     }
 
     /// Refuses a database without a schema for the tables, one whose tables are in a later schema than new ones would be,
@@ -259,13 +267,13 @@ impl Database {
     ///
     /// Such a pooler usually gives the session that was used last to the next client. The check changes a setting on
     /// one connection and fails if another connection sees the change.
-    async fn refuse_shared_sessions(&self, connection: &mut PgConnection) -> Result<()> {
+    async fn refuse_shared_sessions(&self, connection: &mut PgConnection, deadline: Instant) -> Result<()> {
         let failed = |error| self.open_error("read", &error);
         let mark = RandomState::new().hash_one(0).to_string();
         // A simple query, because such a pooler may not support prepared statements.
         let set = format!("SELECT set_config('orlop.session', '{mark}', false)");
         with_timeout(sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut *connection)).await.map_err(failed)?;
-        let mut other = self.find().await.map_err(failed)?.connection;
+        let mut other = self.find_before(deadline).await?.connection;
         let seen = sqlx::raw_sql("SELECT current_setting('orlop.session', true)").fetch_one(&mut other);
         let row = with_timeout(seen).await;
         let seen: Option<String> = row.and_then(|row| row.try_get(0)).map_err(failed)?;

@@ -5,13 +5,18 @@ use std::time::Duration;
 use sqlx::{Connection as _, PgConnection};
 use tokio::{
     sync::{Mutex, MutexGuard},
-    time::timeout,
+    time::{Instant, timeout},
 };
 
 use super::{
     connection::Database,
     primary::{Found, Generation},
 };
+
+/// Time without use after which a connection must answer before it is used: a pooler or an administrator may have closed it.
+const UNUSED_MAX: Duration = Duration::from_secs(1);
+/// Maximum time for this answer.
+const ANSWER_MAX: Duration = Duration::from_secs(1);
 
 /// A connection for one purpose. It is opened at the first use, and again after it failed or another server has become
 /// the primary.
@@ -22,11 +27,12 @@ struct Session {
     connection: PgConnection,
     generation: Generation,
     holds_lock: bool,
+    last_used: Instant,
 }
 
 impl From<Found> for Session {
     fn from(Found { connection, generation, .. }: Found) -> Self {
-        Self { connection, generation, holds_lock: false }
+        Self { connection, generation, holds_lock: false, last_used: Instant::now() }
     }
 }
 
@@ -48,8 +54,11 @@ impl Dedicated {
     pub(super) async fn take(&self, database: &Database) -> sqlx::Result<InUse<'_>> {
         let mut slot = self.0.lock().await;
         // A former primary is left before the search for its successor.
-        let current = slot.take().filter(|session| session.generation >= database.generation());
-        let Session { connection, generation, holds_lock } = match current {
+        let current = match slot.take().filter(|session| session.generation >= database.generation()) {
+            Some(session) => session.answering().await,
+            None => None,
+        };
+        let Session { connection, generation, holds_lock, .. } = match current {
             Some(session) => session,
             None => database.find().await?.into(),
         };
@@ -63,9 +72,20 @@ impl Dedicated {
     }
 }
 
+impl Session {
+    /// Returns the session, unless it was unused for long and does not answer.
+    async fn answering(mut self) -> Option<Self> {
+        if self.last_used.elapsed() < UNUSED_MAX {
+            return Some(self);
+        }
+        let answered = timeout(ANSWER_MAX, self.connection.ping()).await;
+        answered.is_ok_and(|answer| answer.is_ok()).then_some(self)
+    }
+}
+
 impl InUse<'_> {
     pub(super) fn keep(self) {
         let Self { mut slot, connection, generation, holds_lock } = self;
-        *slot = Some(Session { connection, generation, holds_lock });
+        *slot = Some(Session { connection, generation, holds_lock, last_used: Instant::now() });
     }
 }

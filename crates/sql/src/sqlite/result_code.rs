@@ -10,6 +10,7 @@ pub(super) const CODE_NO_MEMORY: i32 = 7;
 pub(super) const CODE_IO: i32 = 10;
 pub(super) const CODE_CORRUPT: i32 = 11;
 pub(super) const CODE_FULL: i32 = 13;
+pub(super) const CODE_CANNOT_OPEN: i32 = 14;
 pub(super) const CODE_NOT_A_DATABASE: i32 = 26;
 
 /// An error of SQLite with its extended result code.

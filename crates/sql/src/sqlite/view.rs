@@ -14,6 +14,7 @@ use super::{
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
+    result_code::{CODE_CANNOT_OPEN, has_code},
     wal::Growth,
 };
 use crate::{
@@ -151,7 +152,13 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
                     "{name} is a database of kine; fill one of Orlop from it with orlop import kine --from {name}"
                 )));
             }
-            return Err(refused(&format!("{name} is not an Orlop database"), error));
+            // Of a file that exists, this means those that SQLite makes beside it.
+            return Err(if has_code(&error, CODE_CANNOT_OPEN) {
+                let why = "it has a WAL, and its folder is not writable; copy the file and its WAL to another folder";
+                refused(&format!("cannot open {name}: {why}"), error)
+            } else {
+                refused(&format!("{name} is not an Orlop database"), error)
+            });
         }
     };
     let schema = check_schema(name, &versions, &migrations::sqlite())?;

@@ -1,0 +1,162 @@
+//! Others use the database, too: they hold locks, close connections and use them up, and statistics are made while a table is
+//! small.
+
+use std::time::Duration;
+
+use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, LeaseGrantRequest, PutRequest};
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
+use tokio::time::{Instant, sleep};
+
+use crate::support::{Client, Fsync, Postgres, Server, database_name, eventually};
+
+fn put(key: &str) -> PutRequest {
+    PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
+}
+
+/// Stops a server and starts it again beside `until_ready`.
+async fn restarted(mut server: Server, until_ready: impl Future<Output = ()>) -> Server {
+    server.terminate().await;
+    let starting = tokio::spawn(async move {
+        server.restart().await;
+        server
+    });
+    until_ready.await;
+    starting.await.expect("the server starts")
+}
+
+async fn logged(postgres: &Postgres, text: &str) {
+    eventually(text, async || {
+        let log = postgres.log();
+        if log.contains(text) { Ok(()) } else { Err(log) }
+    })
+    .await;
+}
+
+/// The connection with which the start began still answers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_waits_for_a_lock_on_a_table() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let mut other = PgConnection::connect(server.datastore().expect("Postgres")).await.expect("the database exists");
+    other.execute("BEGIN; LOCK TABLE member").await.expect("the table exists");
+    let server = restarted(server, async {
+        logged(&postgres, "canceling statement due to lock timeout").await;
+        other.close().await.expect("the lock is released");
+    })
+    .await;
+    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_waits_for_free_connections() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let role = database_name(server.datastore().expect("Postgres")).to_owned();
+    // One is not enough for the check of the session, two are not for the log.
+    for limit in [1, 2] {
+        postgres.psql("postgres", &format!("ALTER ROLE {role} CONNECTION LIMIT {limit}"));
+        let before = postgres.log().len();
+        server = restarted(server, async {
+            eventually("a refused connection", async || {
+                let log = postgres.log();
+                if log[before..].contains("too many connections for role") { Ok(()) } else { Err(log) }
+            })
+            .await;
+            postgres.psql("postgres", &format!("ALTER ROLE {role} CONNECTION LIMIT -1"));
+        })
+        .await;
+        assert!(server.log().contains("too many connections for role"), "{}", server.log());
+    }
+    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+}
+
+/// The table is analyzed while it has one row, and then no more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn plans_of_a_small_table_do_not_read_a_large_one() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let database = database_name(server.datastore().expect("Postgres")).to_owned();
+    for table in ["kv_log", "lease"] {
+        postgres.psql(&database, &format!("ALTER TABLE {database}.{table} SET (autovacuum_enabled = off)"));
+    }
+    let mut client = Client::connect(server.endpoint()).await;
+    let grant = || LeaseGrantRequest { ttl: 600, ..Default::default() };
+    client.kv.put(put("first")).await.expect("a put");
+    client.lease.lease_grant(grant()).await.expect("a lease");
+    client.maintenance.defragment(DefragmentRequest {}).await.expect("a defragmentation");
+    postgres.psql(&database, &format!("ANALYZE {database}.kv_log, {database}.lease"));
+    // A server counts when its connections end.
+    let server = restarted(server, async {}).await;
+    let scans = || {
+        let sql = "SELECT sum(seq_scan) FROM pg_stat_user_tables WHERE relname IN ('kv_log', 'lease')";
+        postgres.psql(&database, sql).parse::<u64>().expect("a number")
+    };
+    let before = scans();
+    let mut client = Client::connect(server.endpoint()).await;
+    for index in 0..200 {
+        client.kv.put(put(&index.to_string())).await.expect("a put");
+        let id = client.lease.lease_grant(grant()).await.expect("a lease").into_inner().id;
+        client.lease.lease_grant(LeaseGrantRequest { id, ..grant() }).await.expect_err("it exists");
+    }
+    drop(restarted(server, async {}).await);
+    let made = scans() - before;
+    assert!(made < 20, "{made} reads of a whole table for 200 puts and leases");
+}
+
+/// A pooler or an administrator closes what nobody uses. Nothing was written on it, so no write may fail.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connection_that_was_closed_while_unused_is_replaced() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let database = database_name(server.datastore().expect("Postgres")).to_owned();
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("before")).await.expect("a put");
+    // The time after which a connection counts as unused.
+    sleep(Duration::from_secs(1)).await;
+    let of_writes = |what: &str| {
+        let sql = format!(
+            "SELECT {what} FROM pg_stat_activity \
+             WHERE datname = '{database}' AND query LIKE '%orlop_append%' AND pid <> pg_backend_pid()"
+        );
+        postgres.psql("postgres", &sql).trim().to_owned()
+    };
+    assert_eq!(of_writes("count(pg_terminate_backend(pid))"), "1");
+    eventually("its end", async || if of_writes("count(*)") == "0" { Ok(()) } else { Err("it exists") }).await;
+    client.kv.put(put("after")).await.expect("a put");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn defragmentation_waits_for_another_vacuum() {
+    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let mut other = PgConnection::connect(server.datastore().expect("Postgres")).await.expect("the database exists");
+    other.execute("BEGIN; LOCK TABLE kv_log IN SHARE UPDATE EXCLUSIVE MODE").await.expect("the lock of a vacuum");
+    let mut client = Client::connect(server.endpoint()).await;
+    let began = Instant::now();
+    let defragmenting = tokio::spawn(async move { client.maintenance.defragment(DefragmentRequest {}).await });
+    // Longer than the limit for other statements.
+    while began.elapsed() < Duration::from_secs(6) {
+        assert!(!defragmenting.is_finished(), "it did not wait");
+        sleep(Duration::from_millis(100)).await;
+    }
+    other.close().await.expect("the lock is released");
+    defragmenting.await.expect("no panic").expect("a defragmentation");
+}
+
+/// Such as `sqlite3` in a transaction. The write has not begun, so it is repeated.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn write_waits_for_another_process_on_sqlite() {
+    let server = Server::orlop_at(None, &[], crate::support::Place::default()).await;
+    let file = server.data_dir().join("orlop.db");
+    let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database exists");
+    other.execute("BEGIN IMMEDIATE").await.expect("the lock is free");
+    let mut client = Client::connect(server.endpoint()).await;
+    let write = tokio::spawn(async move { client.kv.put(put("key")).await });
+    eventually("an attempt that failed", async || {
+        let log = server.log();
+        if log.contains("another process writes to it") { Ok(()) } else { Err(log) }
+    })
+    .await;
+    other.close().await.expect("the lock is released");
+    write.await.expect("no panic").expect("a put");
+}
