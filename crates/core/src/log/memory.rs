@@ -35,6 +35,8 @@ struct State {
     values_yield: bool,
     /// Number of pages of [`History::changes`] that were read.
     pages: usize,
+    /// Number of rows whose values were read.
+    values: usize,
     rows: Vec<Change>,
     leases: BTreeMap<LeaseId, i64>,
     alarms: Vec<(Alarm, Cause)>,
@@ -57,6 +59,11 @@ impl MemoryLog {
     /// Returns the number of pages of [`History::changes`] that were read.
     pub fn pages(&self) -> usize {
         self.0.lock().pages
+    }
+
+    /// Returns the number of rows whose values were read.
+    pub fn values_read(&self) -> usize {
+        self.0.lock().values
     }
 }
 
@@ -185,7 +192,8 @@ impl Log for MemoryLog {
         if values_yield {
             yield_now().await;
         }
-        let state = self.0.lock();
+        let mut state = self.0.lock();
+        state.values += rows.len();
         Ok(rows.iter().filter_map(|row| Some((*row, state.pair(*row)?))).collect())
     }
 

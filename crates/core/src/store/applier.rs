@@ -1,18 +1,17 @@
 //! The applier: the only path by which committed rows reach the index, the value cache, the leases and the watchers.
 
-use std::collections::HashMap;
-
 use tokio::time::Instant;
 use tracing::warn;
 
 use super::{
     batch::{Batch, BatchChange},
     shared::Shared,
+    txn::Fetched,
 };
 use crate::{
     lease,
     log::{LeaseChange, Position},
-    types::{Change, Prev, Revision, RowId},
+    types::{Change, Revision},
 };
 
 impl Shared {
@@ -113,25 +112,24 @@ impl Shared {
     }
 
     /// Fills in the previous pairs of changes, for watchers that requested them. A pair that cannot be read is left
-    /// out, as etcd leaves out a compacted one.
-    pub(super) async fn fill_prev(&self, changes: &mut [Change]) {
-        let without_pair = |prev: &&Prev| prev.kv.is_none();
-        let rows: Vec<RowId> =
-            changes.iter().filter_map(|c| c.prev.as_ref()).filter(without_pair).map(|p| p.row).collect();
-        if rows.is_empty() {
+    /// out, as etcd leaves out a compacted one. Adds those that it reads to `fetched`.
+    pub(super) async fn fill_prev(&self, changes: &mut [Change], fetched: &mut Fetched) {
+        let mut missing = Vec::new();
+        for prev in changes.iter_mut().filter_map(|change| change.prev.as_mut()).filter(|prev| prev.kv.is_none()) {
+            prev.kv = fetched.get(&prev.row).cloned().flatten();
+            if prev.kv.is_none() {
+                missing.push(prev.row);
+            }
+        }
+        if missing.is_empty() {
             return;
         }
-        let found: HashMap<_, _> = match self.log.values(&rows).await {
-            Ok(found) => found.into_iter().collect(),
-            Err(error) => {
-                warn!(%error, "cannot read previous pairs for watchers");
-                return;
-            }
-        };
-        for prev in changes.iter_mut().filter_map(|change| change.prev.as_mut()) {
-            if prev.kv.is_none() {
-                prev.kv = found.get(&prev.row).cloned();
-            }
+        match self.log.values(&missing).await {
+            Ok(found) => fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv)))),
+            Err(error) => return warn!(%error, "cannot read previous pairs for watchers"),
+        }
+        for prev in changes.iter_mut().filter_map(|change| change.prev.as_mut()).filter(|prev| prev.kv.is_none()) {
+            prev.kv = fetched.get(&prev.row).cloned().flatten();
         }
     }
 }

@@ -22,7 +22,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{leases::lease_table, replay::replay, shared::Shared, tasks::until_stopped};
+use super::{leases::lease_table, replay::replay, shared::Shared, tasks::until_stopped, txn::Fetched};
 use crate::{
     index::{Lease, TreeIndex},
     log::{Error, LeaseScope, Meta, Position, Result, SharedLog, WithPrev},
@@ -220,7 +220,7 @@ impl Shared {
         complete_prev(&self.index.read(), &mut changes);
         if self.hub.wants_prev() {
             self.fill_cached_prev(&mut changes);
-            self.fill_prev(&mut changes).await;
+            self.fill_prev(&mut changes, &mut Fetched::new()).await;
         }
         let lock = self.replication.lock.lock().await;
         if self.replication.server.load(Ordering::Relaxed) != server {

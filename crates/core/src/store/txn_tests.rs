@@ -282,7 +282,7 @@ impl World {
 
     async fn commit(&mut self) -> Checked {
         self.append().await?;
-        self.shared.fill_prev(self.batch.changes_mut()).await;
+        self.shared.fill_prev(self.batch.changes_mut(), &mut Fetched::new()).await;
         for (change, row) in self.batch.changes().iter().zip(self.new_rows(&self.batch)) {
             let prev = change.prev.as_ref().map(|prev| prev.kv.clone());
             let expected = row.prev.as_ref().map(|pair| Some(pair.encoded()));

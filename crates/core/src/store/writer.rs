@@ -24,6 +24,8 @@
 mod commit;
 mod joining;
 mod recovery;
+#[cfg(test)]
+mod tests;
 
 use std::{collections::VecDeque, mem::Discriminant, sync::Arc, time::Duration};
 
@@ -78,6 +80,9 @@ pub(super) struct Writer {
     close: Arc<Notify>,
     /// Taken from the queue and not yet part of a committed batch.
     pending: VecDeque<Command>,
+    /// Values that were read for the pending requests. A row never changes, so they are kept while a batch is evaluated again;
+    /// otherwise a request that reads many would never end while other instances write.
+    fetched: Fetched,
     /// Number of races that were lost since the last append.
     losses: u32,
     joining: Joining,
@@ -108,6 +113,7 @@ impl Writer {
             commands,
             close,
             pending: VecDeque::new(),
+            fetched: Fetched::new(),
             losses: 0,
             joining: Joining::default(),
             caught_up_since: None,
@@ -129,6 +135,9 @@ impl Writer {
     /// Waits until a request is pending, then takes more from the queue, up to [`BATCH_REQUESTS_MAX`]. Returns false
     /// when the queue is closed and empty.
     async fn collect(&mut self) -> bool {
+        if self.pending.is_empty() {
+            self.fetched = Fetched::new();
+        }
         while self.pending.is_empty() {
             self.shared.pulses.writer.rest();
             tokio::select! {
@@ -186,7 +195,6 @@ impl Writer {
         }
         let mut batch = Batch::new(expected.head);
         let mut served: Served = Vec::with_capacity(self.pending.len());
-        let mut fetched = Fetched::new();
         // Whether values were read for the next request, which has started and does not wait for memory again.
         let mut has_started = false;
         let mut bytes = 0;
@@ -207,7 +215,7 @@ impl Writer {
                 continue;
             }
             let before = batch.changes().len();
-            match self.evaluate(&command, expected, &mut batch, &fetched) {
+            match self.evaluate(&command, expected, &mut batch) {
                 Ok(outcome) => {
                     // A put that keeps its value is a small request and a large change.
                     let written: usize = batch.changes()[before..].iter().map(Change::pair_bytes).sum();
@@ -217,7 +225,7 @@ impl Writer {
                 Err(Stop::Failed(error)) => served.push((command, Err(error))),
                 // Values for a client that has left would delay all others.
                 Err(Stop::NeedsValues(_)) if command.ticket.is_abandoned() => {}
-                Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected, &mut fetched).await {
+                Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected).await {
                     Ok(true) => {
                         self.pending.push_front(command);
                         has_started = true;
@@ -235,7 +243,8 @@ impl Writer {
                 }
                 Err(Stop::Outdated) => {
                     self.pending.push_front(command);
-                    return self.requeue(served);
+                    self.requeue(served);
+                    return self.note_outdated();
                 }
             }
             if is_alone {
@@ -267,7 +276,6 @@ impl Writer {
         Command { caller, request, .. }: &Command,
         expected: Position,
         batch: &mut Batch,
-        fetched: &Fetched,
     ) -> std::result::Result<Outcome, Stop> {
         let index = self.shared.index.read();
         let leases = self.shared.leases.lock();
@@ -287,7 +295,7 @@ impl Writer {
             return Ok(Outcome::Revision(batch.head()));
         }
         let mut evaluation =
-            Evaluation::new(&index, &leases, &self.shared.values, &self.shared.read_memory, fetched, batch);
+            Evaluation::new(&index, &leases, &self.shared.values, &self.shared.read_memory, &self.fetched, batch);
         match request {
             Request::Put(request) => evaluation.put(request).map(Outcome::Put),
             Request::Delete(request) => evaluation.delete(request).map(Outcome::Delete),
@@ -318,8 +326,8 @@ impl Writer {
 
     /// Reads rows that an evaluation needs. Returns false if a row is missing and the log is no longer at `expected`:
     /// another instance may have compacted the row.
-    async fn fetch(&self, rows: Vec<RowId>, expected: Position, fetched: &mut Fetched) -> Result<bool> {
-        if rows.iter().any(|row| fetched.contains_key(row)) {
+    async fn fetch(&mut self, rows: Vec<RowId>, expected: Position) -> Result<bool> {
+        if rows.iter().any(|row| self.fetched.contains_key(row)) {
             if self.shared.has_moved_past(expected).await? {
                 return Ok(false);
             }
@@ -334,161 +342,8 @@ impl Writer {
             return Err(Error::TooManyRequests);
         }
         let found = self.shared.read_few(&rows).await?;
-        fetched.extend(rows.iter().map(|row| (*row, None)));
-        fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
+        self.fetched.extend(rows.iter().map(|row| (*row, None)));
+        self.fetched.extend(found.into_iter().map(|(row, kv)| (row, Some(kv))));
         Ok(true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use futures_util::FutureExt as _;
-
-    use super::*;
-    use crate::{
-        auth::Caller,
-        index::ReadAt,
-        log::memory::MemoryLog,
-        overload::ReadMemory,
-        store::{
-            fixtures::shared,
-            request::{
-                Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, TxnRequest,
-            },
-        },
-        types::KeyRange,
-    };
-
-    fn delete() -> Request {
-        Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
-    }
-
-    fn put(key: &'static str) -> Request {
-        let value = PutValue::New("v".into());
-        Request::Put(PutRequest { key: key.into(), value, lease: PutLease::Set(None), prev_kv: false })
-    }
-
-    /// The writer does not run, so every accepted request waits.
-    #[tokio::test]
-    async fn full_queue_rejects_requests_until_it_is_drained() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let mut waiting: Vec<_> =
-            (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(&Caller::Server, delete()))).collect();
-        assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
-        assert!(matches!(queue.submit(&Caller::Server, delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
-
-        assert!(writer.collect().await);
-        assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
-    }
-
-    #[tokio::test]
-    async fn request_that_needs_values_is_dropped_when_its_client_has_left() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let delete = || {
-            let range = KeyRange::from_wire(b"k", b"");
-            queue.submit(&Caller::Server, Request::Delete(DeleteRequest { range, prev_kv: true }))
-        };
-        let client = async {
-            queue.submit(&Caller::Server, put("k")).await.unwrap();
-            assert!(delete().now_or_never().is_none(), "queued");
-            let Ok(Outcome::Delete(response)) = delete().await else { panic!("the key is deleted") };
-            assert_eq!(response.deleted, 1, "the abandoned request has deleted nothing");
-            queue.close();
-        };
-        tokio::join!(writer.run(), client);
-    }
-
-    #[tokio::test]
-    async fn transaction_that_lists_keys_is_refused_only_while_earlier_lists_hold_the_memory() {
-        let shared = Arc::new(Shared { read_memory: ReadMemory::with_limit(10), ..shared(0) });
-        let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
-        let list = || {
-            let keys = RangeRequest {
-                range: KeyRange::from_wire(b"k", b"l"),
-                at: ReadAt::Latest,
-                limit: None,
-                sort: None,
-                filter: Default::default(),
-                projection: Projection::KeysOnly,
-                consistency: Consistency::Linearizable,
-            };
-            // Its value, which is read from the log, already takes more than the memory of lists.
-            let value = RangeRequest { projection: Projection::Full, ..keys.clone() };
-            let success = vec![Op::Range(keys), Op::Range(value)];
-            let nested = TxnRequest { compares: vec![], success, failure: vec![] };
-            let Request::Put(put) = put("other") else { unreachable!("it is a put") };
-            let success = vec![Op::Put(put), Op::Txn(nested)];
-            queue.submit(&Caller::Server, Request::Txn(TxnRequest { compares: vec![], success, failure: vec![] }))
-        };
-        let client = async {
-            queue.submit(&Caller::Server, put("key")).await.unwrap();
-            let first = list().await.unwrap();
-            assert!(shared.read_memory.bytes() > 10, "the keys are counted");
-            assert!(matches!(list().await, Err(Error::TooManyRequests)));
-            queue.submit(&Caller::Server, put("key")).await.unwrap();
-            drop(first);
-            assert!(list().await.is_ok());
-            queue.close();
-        };
-        tokio::join!(writer.run(), client);
-        assert_eq!(shared.read_memory.bytes(), 0);
-    }
-
-    /// Each commit takes 5 ms. Without waiting, two clients take turns, so that there are twice as many commits.
-    #[tokio::test(start_paused = true)]
-    async fn clients_that_wait_for_responses_share_commits() {
-        const PUTS: u64 = 20;
-        let log = Arc::new(MemoryLog::with_append_time(Duration::from_millis(5)));
-        let shared = Arc::new(Shared { log, ..shared(0) });
-        let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
-        let client = async |key: &'static str| {
-            for _ in 0..PUTS {
-                // The writer no longer collects when the next request is sent.
-                for _ in 0..10 * COLLECT_YIELDS {
-                    yield_now().await;
-                }
-                queue.submit(&Caller::Server, put(key)).await.unwrap();
-            }
-        };
-        let clients = async {
-            let second = async {
-                tokio::time::sleep(Duration::from_millis(2)).await;
-                client("b").await;
-            };
-            tokio::join!(client("a"), second);
-            queue.close();
-        };
-        tokio::join!(writer.run(), clients);
-        // The first put of one client and the last of the other are alone.
-        assert_eq!(shared.metrics.store.batch_requests.get_sample_count(), PUTS + 1);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn next_batch_waits_only_a_moment() {
-        let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let took = Duration::from_millis(1);
-        let last = joining::Commit { served: 2, waiting: 0, took, others: joining::Others::None };
-        writer.joining.note_commit(&last, Instant::now());
-        let submit = || queue.submit(&Caller::Server, delete());
-        let late = async {
-            tokio::time::sleep(Duration::from_secs(1)).await;
-            submit().await
-        };
-        tokio::select! {
-            _ = async { tokio::join!(submit(), late) } => unreachable!("no request is served"),
-            is_open = writer.collect() => assert!(is_open),
-        }
-        assert_eq!(writer.pending.len(), 1);
-    }
-
-    #[tokio::test]
-    async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
-        let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
-        let mut waiting = Box::pin(queue.submit(&Caller::Server, delete()));
-        assert!(waiting.as_mut().now_or_never().is_none());
-        queue.close();
-        writer.run().await;
-        assert!(matches!(waiting.await, Ok(Outcome::Delete(_))));
-        assert!(matches!(queue.submit(&Caller::Server, delete()).await, Err(Error::Stopped)));
     }
 }

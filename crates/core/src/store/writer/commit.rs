@@ -13,6 +13,7 @@ use crate::{
         error::{Error, Result},
         rebase::{self, RightsCheck},
         timing::PhaseTimes,
+        txn::Fetched,
     },
     types::{Rebase, Revision},
 };
@@ -49,13 +50,14 @@ impl Writer {
             confirmed
         } else {
             if self.shared.hub.wants_prev() {
-                self.shared.fill_prev(batch.changes_mut()).await;
+                self.shared.fill_prev(batch.changes_mut(), &mut self.fetched).await;
             }
             self.append(&mut batch, &mut served, expected).await
         };
         match committed {
             Ok(CommitOutcome::Done) => {
                 self.losses = 0;
+                self.fetched = Fetched::new();
                 self.reply(served, PhaseTimes { started, evaluated, committed: Instant::now() });
             }
             Ok(CommitOutcome::Raced) => {
@@ -70,6 +72,7 @@ impl Writer {
             }
             Err(error) => {
                 self.shared.metrics.store.failed.inc();
+                self.fetched = Fetched::new();
                 let failed = served.into_iter().map(|(command, _)| (command, Err(error.clone()))).collect();
                 self.reply(failed, PhaseTimes { started, evaluated, committed: Instant::now() });
                 self.resync().await;

@@ -14,8 +14,19 @@ use crate::{
 impl Writer {
     /// Makes the requests of an unwritten batch pending again, in their order.
     pub(super) fn requeue(&mut self, served: Served) {
+        // A row that was not found is read again.
+        self.fetched.retain(|_, kv| kv.is_some());
         for (command, _) in served.into_iter().rev() {
             self.pending.push_front(command);
+        }
+    }
+
+    /// Counts an evaluation that another instance has overtaken while values were read for it as a lost race, so that the
+    /// next but one holds the append lock.
+    pub(super) fn note_outdated(&mut self) {
+        if !self.fetched.is_empty() {
+            self.losses += 1;
+            self.reject_overdue();
         }
     }
 

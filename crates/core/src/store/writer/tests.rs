@@ -1,0 +1,244 @@
+//! Tests of the writer over a log in memory.
+
+use futures_util::FutureExt as _;
+
+use super::*;
+use crate::{
+    auth::Caller,
+    index::ReadAt,
+    log::{Append, Appended, Log as _, memory::MemoryLog},
+    overload::ReadMemory,
+    store::{
+        fixtures::shared,
+        request::{
+            Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, TxnRequest,
+        },
+    },
+    types::KeyRange,
+    watch::{Flavor, Session, Spec},
+};
+
+fn delete() -> Request {
+    Request::Delete(DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: false })
+}
+
+fn put(key: &'static str) -> Request {
+    let value = PutValue::New("v".into());
+    Request::Put(PutRequest { key: key.into(), value, lease: PutLease::Set(None), prev_kv: false })
+}
+
+/// The writer does not run, so every accepted request waits.
+#[tokio::test]
+async fn full_queue_rejects_requests_until_it_is_drained() {
+    let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+    let mut waiting: Vec<_> =
+        (0..QUEUE_REQUESTS_MAX).map(|_| Box::pin(queue.submit(&Caller::Server, delete()))).collect();
+    assert!(waiting.iter_mut().all(|submitted| submitted.now_or_never().is_none()), "accepted and waiting");
+    assert!(matches!(queue.submit(&Caller::Server, delete()).now_or_never(), Some(Err(Error::TooManyRequests))));
+
+    assert!(writer.collect().await);
+    assert!(queue.submit(&Caller::Server, delete()).now_or_never().is_none(), "the queue has capacity again");
+}
+
+#[tokio::test]
+async fn request_that_needs_values_is_dropped_when_its_client_has_left() {
+    let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+    let delete = || {
+        let range = KeyRange::from_wire(b"k", b"");
+        queue.submit(&Caller::Server, Request::Delete(DeleteRequest { range, prev_kv: true }))
+    };
+    let client = async {
+        queue.submit(&Caller::Server, put("k")).await.unwrap();
+        assert!(delete().now_or_never().is_none(), "queued");
+        let Ok(Outcome::Delete(response)) = delete().await else { panic!("the key is deleted") };
+        assert_eq!(response.deleted, 1, "the abandoned request has deleted nothing");
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
+}
+
+#[tokio::test]
+async fn transaction_that_lists_keys_is_refused_only_while_earlier_lists_hold_the_memory() {
+    let shared = Arc::new(Shared { read_memory: ReadMemory::with_limit(10), ..shared(0) });
+    let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+    let list = || {
+        let keys = RangeRequest {
+            range: KeyRange::from_wire(b"k", b"l"),
+            at: ReadAt::Latest,
+            limit: None,
+            sort: None,
+            filter: Default::default(),
+            projection: Projection::KeysOnly,
+            consistency: Consistency::Linearizable,
+        };
+        // Its value, which is read from the log, already takes more than the memory of lists.
+        let value = RangeRequest { projection: Projection::Full, ..keys.clone() };
+        let success = vec![Op::Range(keys), Op::Range(value)];
+        let nested = TxnRequest { compares: vec![], success, failure: vec![] };
+        let Request::Put(put) = put("other") else { unreachable!("it is a put") };
+        let success = vec![Op::Put(put), Op::Txn(nested)];
+        queue.submit(&Caller::Server, Request::Txn(TxnRequest { compares: vec![], success, failure: vec![] }))
+    };
+    let client = async {
+        queue.submit(&Caller::Server, put("key")).await.unwrap();
+        let first = list().await.unwrap();
+        assert!(shared.read_memory.bytes() > 10, "the keys are counted");
+        assert!(matches!(list().await, Err(Error::TooManyRequests)));
+        queue.submit(&Caller::Server, put("key")).await.unwrap();
+        drop(first);
+        assert!(list().await.is_ok());
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
+    assert_eq!(shared.read_memory.bytes(), 0);
+}
+
+/// Each commit takes 5 ms. Without waiting, two clients take turns, so that there are twice as many commits.
+#[tokio::test(start_paused = true)]
+async fn clients_that_wait_for_responses_share_commits() {
+    const PUTS: u64 = 20;
+    let log = Arc::new(MemoryLog::with_append_time(Duration::from_millis(5)));
+    let shared = Arc::new(Shared { log, ..shared(0) });
+    let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+    let client = async |key: &'static str| {
+        for _ in 0..PUTS {
+            // The writer no longer collects when the next request is sent.
+            for _ in 0..10 * COLLECT_YIELDS {
+                yield_now().await;
+            }
+            queue.submit(&Caller::Server, put(key)).await.unwrap();
+        }
+    };
+    let clients = async {
+        let second = async {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+            client("b").await;
+        };
+        tokio::join!(client("a"), second);
+        queue.close();
+    };
+    tokio::join!(writer.run(), clients);
+    // The first put of one client and the last of the other are alone.
+    assert_eq!(shared.metrics.store.batch_requests.get_sample_count(), PUTS + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn next_batch_waits_only_a_moment() {
+    let (mut writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+    let took = Duration::from_millis(1);
+    let last = joining::Commit { served: 2, waiting: 0, took, others: joining::Others::None };
+    writer.joining.note_commit(&last, Instant::now());
+    let submit = || queue.submit(&Caller::Server, delete());
+    let late = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        submit().await
+    };
+    tokio::select! {
+        _ = async { tokio::join!(submit(), late) } => unreachable!("no request is served"),
+        is_open = writer.collect() => assert!(is_open),
+    }
+    assert_eq!(writer.pending.len(), 1);
+}
+
+#[tokio::test]
+async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
+    let (writer, queue) = Writer::new(Arc::new(shared(0)), SlowThresholds::default(), BusyPoll::new(false));
+    let mut waiting = Box::pin(queue.submit(&Caller::Server, delete()));
+    assert!(waiting.as_mut().now_or_never().is_none());
+    queue.close();
+    writer.run().await;
+    assert!(matches!(waiting.await, Ok(Outcome::Delete(_))));
+    assert!(matches!(queue.submit(&Caller::Server, delete()).await, Err(Error::Stopped)));
+}
+
+/// A store without cached values on which another instance writes whenever a value is read.
+struct Contended {
+    log: Arc<MemoryLog>,
+    shared: Arc<Shared>,
+}
+
+impl Contended {
+    fn new() -> Self {
+        let log = Arc::new(MemoryLog::with_yielding_values());
+        Self { shared: Arc::new(Shared { log: Arc::clone(&log) as _, ..shared(0) }), log }
+    }
+
+    fn start(&self) -> (Writer, WriteQueue) {
+        Writer::new(Arc::clone(&self.shared), SlowThresholds::default(), BusyPoll::new(false))
+    }
+
+    /// Appends a change of another instance.
+    async fn append(&self) -> Vec<Change> {
+        let head = self.shared.index.read().head();
+        let mut batch = Batch::new(head);
+        let Request::Put(put) = put("other") else { unreachable!("it is a put") };
+        let evaluated = {
+            let (index, leases) = (self.shared.index.read(), self.shared.leases.lock());
+            let (values, memory, none) = (&self.shared.values, &self.shared.read_memory, Fetched::new());
+            Evaluation::new(&index, &leases, values, memory, &none, &mut batch).put(&put).is_ok()
+        };
+        assert!(evaluated, "it needs no values");
+        let appended = self.log.append(Append::rows(head, batch.changes())).await;
+        assert_eq!(appended.ok(), Some(Appended::Done));
+        batch.changes().to_vec()
+    }
+
+    /// Another instance writes many times, and this one follows.
+    async fn write_often(&self) {
+        for _ in 0..1_000 {
+            let changes = self.append().await;
+            let head = self.shared.index.read().head().next();
+            self.shared.apply_logged(&changes, head);
+            yield_now().await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn request_that_reads_values_ends_while_another_instance_writes() {
+    const KEYS: usize = 20;
+    let contended = Contended::new();
+    let (writer, queue) = contended.start();
+    let client = async {
+        for key in 0..KEYS {
+            let value = PutValue::New("v".into());
+            let put = PutRequest { key: format!("k{key}").into(), value, lease: PutLease::Set(None), prev_kv: false };
+            queue.submit(&Caller::Server, Request::Put(put)).await.unwrap();
+        }
+        let range = KeyRange::from_wire(b"k", b"l");
+        let delete = queue.submit(&Caller::Server, Request::Delete(DeleteRequest { range, prev_kv: true }));
+        let deleted = tokio::select! {
+            deleted = delete => deleted,
+            () = contended.write_often() => panic!("it does not end"),
+        };
+        let Ok(Outcome::Delete(response)) = deleted else { panic!("the keys are deleted") };
+        assert_eq!(response.deleted, KEYS);
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
+    assert_eq!(contended.log.values_read(), KEYS, "each value is read once");
+}
+
+#[tokio::test]
+async fn pairs_for_watches_are_read_once_although_a_race_is_lost() {
+    let contended = Contended::new();
+    let (writer, queue) = contended.start();
+    let (hub, log) = (Arc::clone(&contended.shared.hub), Arc::clone(&contended.log));
+    let outbox = Arc::new(hub.outbox());
+    let mut session = Session::new(hub, log, outbox);
+    let flavor = Flavor { prev_kv: true, puts: true, deletes: true };
+    let range = KeyRange::from_wire(b"k", b"");
+    session.create(Spec { id: None, range, start: None, flavor, fragment: None, progress_notify: false });
+    let client = async {
+        queue.submit(&Caller::Server, put("k")).await.unwrap();
+        contended.append().await;
+        let Ok(Outcome::Delete(response)) = queue.submit(&Caller::Server, delete()).await else {
+            panic!("the key is deleted")
+        };
+        assert_eq!(response.deleted, 1);
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
+    assert_eq!(contended.shared.metrics.store.raced.get(), 1);
+    assert_eq!(contended.log.values_read(), 1);
+}
