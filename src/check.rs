@@ -2,9 +2,9 @@
 //! snapshot of the whole store and writes nothing.
 //!
 //! A violation is a state that cannot be the result of requests, compactions, stops and crashes. [`rows`] compares rows
-//! with each other, [`facts`] and [`auth`] check the other data, [`archive`] checks the archive of the history, and [`orlop_core::index`] validates the rows of each key. If there
-//! are no violations, the store is then read as at the start of a server, and the resulting index is compared with the
-//! rows.
+//! with each other, [`facts`] and [`auth`] check the other data, [`archive`] checks the archive of the history, and
+//! [`orlop_core::index`] validates the rows of each key. If there are no violations, the store is then read as at the
+//! start of a server, and the resulting index is compared with the rows.
 //!
 //! There is no repair, because the lost data cannot be derived from a violation. docs/how-to/check.md explains each
 //! kind of violation.

@@ -15,9 +15,12 @@ mod versions;
 
 use std::process::ExitCode;
 
-use clap::ValueEnum;
-
-pub use self::{compare::DiffArgs, get::GetArgs, rewind::RewindArgs, versions::HistoryArgs};
+pub use self::{
+    compare::{DiffArgs, run as diff},
+    get::{GetArgs, run as get},
+    rewind::{RewindArgs, run as rewind},
+    versions::{HistoryArgs, run as history},
+};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -37,49 +40,4 @@ impl From<Ending> for ExitCode {
             Ending::Otherwise => Self::from(1),
         }
     }
-}
-
-/// Output formats.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
-    /// Text for people
-    Simple,
-    /// One JSON object per line
-    Json,
-}
-
-/// Runs `orlop history`.
-///
-/// # Errors
-///
-/// A text for the operator.
-pub async fn history(args: HistoryArgs) -> Result<Ending> {
-    versions::run(args).await
-}
-
-/// Runs `orlop diff`.
-///
-/// # Errors
-///
-/// A text for the operator.
-pub async fn diff(args: DiffArgs) -> Result<Ending> {
-    compare::run(args).await
-}
-
-/// Runs `orlop get`.
-///
-/// # Errors
-///
-/// A text for the operator.
-pub async fn get(args: GetArgs) -> Result<Ending> {
-    get::run(args).await
-}
-
-/// Runs `orlop rewind`.
-///
-/// # Errors
-///
-/// A text for the operator.
-pub async fn rewind(args: RewindArgs) -> Result<Ending> {
-    rewind::run(args).await
 }

@@ -4,11 +4,11 @@ use std::io::{ErrorKind, Write as _};
 
 use clap::ValueEnum;
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// One line per property
+    /// Text for people
     Simple,
-    /// One JSON object; names are those of etcdctl where it has the property
+    /// JSON
     Json,
 }
 

@@ -17,8 +17,9 @@ mod wal;
 use std::path::Path;
 
 use tempfile::NamedTempFile;
+use tokio::task::spawn_blocking;
 
-use self::{checksum::Form, data_dir::DataDir, export::on_blocking_thread, import::Import};
+use self::{checksum::Form, data_dir::DataDir, import::Import};
 pub use self::{
     checksum::HashCheck,
     command::{Args, run},
@@ -210,6 +211,11 @@ impl std::fmt::Display for RestoredHistory {
             Self::LeftOut => f.write_str(", without the history, which is that of an earlier compaction"),
         }
     }
+}
+
+/// Runs what takes milliseconds or longer, such as encoding a page or reading a file, or waits for the disk.
+async fn on_blocking_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    spawn_blocking(work).await.unwrap_or_else(|error| Err(Error::File(error.to_string())))
 }
 
 /// Restores a snapshot into an empty database, which `create` creates when the snapshot has been verified.

@@ -43,8 +43,6 @@ struct Status {
     /// Unix time; 0: none.
     last_snapshot: Option<i64>,
     slowest_requests: Vec<Durations>,
-    /// The server's alarms, by etcdctl's name: the same as `alarms`.
-    errors: Vec<String>,
 }
 
 /// Runs the command and prints its result.
@@ -80,7 +78,6 @@ fn status_of(endpoint: String, answer: StatusResponse, page: &MetricsPage) -> St
         last_compaction: number("etcd_debugging_mvcc_db_compaction_last"),
         last_snapshot: number("orlop_snapshot_last_timestamp_seconds"),
         slowest_requests: slowest(page, SLOWEST_COUNT),
-        errors: server.alarms.clone(),
         server,
     }
 }

@@ -16,7 +16,7 @@ use tokio::time::sleep;
 
 use self::views::{Sorts, View};
 use crate::{
-    insight::{Figures, Source, Wanted},
+    insight::{Figures, SIZES_WAIT, SIZES_WAIT_MAX, Source},
     output::{Format, print},
 };
 
@@ -72,11 +72,9 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 async fn read_twice(mut source: Source, interval: Duration) -> Result<Figures, orlop_client::Error> {
-    let mut wanted = Wanted { wait_for_sizes: true, ..Wanted::default() };
-    let before = source.read(&wanted).await?;
+    let before = source.read(SIZES_WAIT_MAX).await?;
     sleep(interval).await;
-    wanted.wait_for_sizes = false;
-    Ok(Figures::new(Some(&before), source.read(&wanted).await?))
+    Ok(Figures::new(Some(&before), source.read(SIZES_WAIT).await?))
 }
 
 /// Returns all views as text.

@@ -10,7 +10,7 @@ use orlop_core::{
     clock,
     lease::Expiring,
     store::children::NamedChild,
-    store::sizes::{CHILDREN_MAX, Child, ChildKind, CommonPrefix, NAME_BYTES_MAX, PairSizes},
+    store::sizes::{CHILDREN_MAX, Child, ChildKind, NAME_BYTES_MAX, PairSizes},
     watch::WatchedRange,
 };
 use orlop_wire::proto::server::{
@@ -98,8 +98,7 @@ impl Insight for Context {
             return Err(Status::invalid_argument(format!("orlop: the prefix is too long, max=`{NAME_BYTES_MAX}`")));
         }
         let limit = limit(request.limit, CHILDREN_DEFAULT, CHILDREN_MAX);
-        let common = if request.skip_common { CommonPrefix::Skip } else { CommonPrefix::Keep };
-        let sizes = self.store.sizes(&request.prefix, common).await.map_err(from_store)?;
+        let sizes = self.store.sizes(&request.prefix).await.map_err(from_store)?;
         let first = |children: &[Child]| children.iter().take(limit).map(sized_child).collect();
         Ok(Response::new(pb::SizesResponse {
             header: self.current_header(),

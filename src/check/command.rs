@@ -1,11 +1,10 @@
 //! The command line of `orlop check`.
 
-use std::io::Write as _;
-
 use super::{Findings, Location, Plan, Report, Violation, check};
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
     datastore,
+    output::print,
     progress::Progress,
 };
 use orlop_core::{
@@ -63,7 +62,7 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
         Err(Failure::Settings(text)) => return Err(text.into()),
     };
     let text = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
-    std::io::stdout().write_all(text.as_bytes())?;
+    print(text.as_bytes())?;
     Ok(if report.findings.is_empty() { Verdict::Sound } else { Verdict::Damaged })
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     any::TypeId,
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     error::Error as _,
     ffi::{OsStr, OsString},
     num::ParseIntError,
@@ -342,17 +342,10 @@ pub(super) fn setting_names() -> impl Iterator<Item = &'static str> {
     SETTINGS.keys().map(String::as_str)
 }
 
-/// Names of the settings that are durations.
-static DURATIONS: LazyLock<HashSet<String>> = LazyLock::new(|| {
-    let command = Flags::augment_args(Command::new("orlop"));
-    let durations =
-        command.get_arguments().filter(|flag| flag.get_value_parser().type_id() == TypeId::of::<Interval>());
-    durations.filter_map(|flag| flag.get_long()).map(str::to_owned).collect()
-});
-
 /// Returns whether the value of a setting is a duration.
 pub(super) fn is_duration(setting: &str) -> bool {
-    DURATIONS.contains(setting)
+    let flag = COMMAND.get_arguments().find(|flag| flag.get_long() == Some(setting));
+    flag.is_some_and(|flag| flag.get_value_parser().type_id() == TypeId::of::<Interval>())
 }
 
 /// Flags that are not given on the command line but elsewhere: by the setting, the name of their place and the flag with its

@@ -6,7 +6,7 @@ use orlop_client::Client;
 use tokio::{sync::Mutex, time::Instant};
 
 use super::backend::Failure;
-use crate::insight::{Figures, Sizes, SizesReader, Source, Wanted};
+use crate::insight::{self, Figures, Sizes, SizesReader};
 
 /// Minimum time between two reads. Earlier requests get the figures of the last one.
 const READ_PAUSE: Duration = Duration::from_millis(900);
@@ -30,7 +30,6 @@ pub(super) struct Live {
 
 #[derive(Default)]
 struct State {
-    source: Option<Source>,
     last: Option<(Instant, Shown)>,
     points: VecDeque<Point>,
 }
@@ -66,14 +65,8 @@ impl Live {
             Some((read_at, _)) if read_at.elapsed() > GAP_MAX => *state = State::default(),
             Some(_) | None => {}
         }
-        if state.source.as_ref().is_none_or(Source::is_lost) {
-            state.source = Some(Source::over(client.clone()));
-        }
-        let State { source: Some(source), last, points } = &mut *state else {
-            return Err(Failure::Unavailable("no source".to_owned()));
-        };
-        let wanted = Wanted { rows_max: ROWS_MAX, prefix: None, wait_for_sizes: false };
-        let snapshot = source.read(&wanted).await?;
+        let State { last, points } = &mut *state;
+        let snapshot = insight::read(client, ROWS_MAX).await?;
         if snapshot.missing.values().any(|reason| Failure::of_text(reason.clone()) == Failure::LoggedOut) {
             return Err(Failure::LoggedOut);
         }

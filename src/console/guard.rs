@@ -53,7 +53,7 @@ impl Hosts {
     pub fn new(listen: &ListenUrl, allowed: &[HostName]) -> Self {
         let mut names: Vec<String> = ["localhost", "127.0.0.1", "::1"].map(str::to_owned).to_vec();
         let host = listen.host().unwrap_or_default();
-        names.push(bare(host).to_lowercase());
+        names.push(host.to_lowercase());
         names.extend(allowed.iter().map(|name| name.as_str().to_owned()));
         names.retain(|name| !name.is_empty());
         let any_address = ["0.0.0.0", "::"].contains(&host);
@@ -62,10 +62,8 @@ impl Hosts {
 
     /// Returns whether the page may be requested under this host, with or without a port.
     fn allow(&self, authority: &str) -> bool {
-        let Ok(authority) = authority.parse::<Authority>() else { return false };
-        let host = bare(authority.host()).to_lowercase();
-        let is_address = || self.any_address && host.parse::<std::net::IpAddr>().is_ok();
-        !authority.as_str().contains('@') && (self.names.contains(&host) || is_address())
+        let Some(host) = host_of(authority) else { return false };
+        self.names.contains(&host) || (self.any_address && host.parse::<std::net::IpAddr>().is_ok())
     }
 
     /// Returns whether an origin is this page, which was requested under `host`. The scheme is not compared: a proxy may
@@ -77,17 +75,17 @@ impl Hosts {
     fn is_origin(&self, origin: &str, host: &str) -> bool {
         let authority = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
         let is_allowed = |authority: &str| {
-            let Ok(authority) = authority.parse::<Authority>() else { return false };
-            let host = bare(authority.host()).to_lowercase();
-            !authority.as_str().contains('@') && self.allowed.iter().any(|name| name.as_str() == host)
+            host_of(authority).is_some_and(|host| self.allowed.iter().any(|name| name.as_str() == host))
         };
         authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host) || is_allowed(authority))
     }
 }
 
-/// Returns a host without the brackets of an IPv6 address.
-fn bare(host: &str) -> &str {
-    host.trim_start_matches('[').trim_end_matches(']')
+/// Returns the host of an authority in lower case, without the brackets of an IPv6 address; `None` if the authority is
+/// invalid or names a user.
+fn host_of(authority: &str) -> Option<String> {
+    let authority = authority.parse::<Authority>().ok().filter(|authority| !authority.as_str().contains('@'))?;
+    Some(authority.host().trim_start_matches('[').trim_end_matches(']').to_lowercase())
 }
 
 /// Refuses requests that this page or a person did not send, and adds the headers to every response.

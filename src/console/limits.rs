@@ -1,7 +1,7 @@
 //! Limits of what visitors can make the process do at the same time. In a server, the page shares the process, and on
 //! small machines the only thread of the runtime, with the requests of clients.
 
-use std::{io, panic::resume_unwind, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use axum::{
     body::{Body, Bytes},
@@ -11,12 +11,12 @@ use http::StatusCode;
 use http_body_util::BodyExt as _;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc},
-    task::spawn_blocking,
     time::timeout,
 };
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::{backend::Failure, server::Console};
+use orlop_core::supervise::blocking;
 
 /// Maximum number of requests at the same time on one connection to the page. Each can have a response that is not read.
 pub(super) const CONNECTION_REQUESTS_MAX: u32 = 32;
@@ -247,18 +247,12 @@ impl Renderer {
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, Failure> {
         let permit = Arc::clone(&self.threads).acquire_owned().await.map_err(|_| stopping())?;
-        let running = spawn_blocking(move || {
+        let running = blocking(move || {
             // The thread holds the permit, because it continues if the browser no longer waits.
             let _permit = permit;
             work()
         });
-        match running.await {
-            Ok(done) => Ok(done),
-            Err(ended) => match ended.try_into_panic() {
-                Ok(panic) => resume_unwind(panic),
-                Err(_) => Err(stopping()),
-            },
-        }
+        running.await.ok_or_else(stopping)
     }
 }
 

@@ -7,14 +7,14 @@ use orlop_wire::proto::client::mvccpb::KeyValue;
 use serde_json::{Value, json};
 
 use super::{
-    Ending, Format, Result,
+    Ending, Result,
     selection::Selection,
     source::{PairStream, Source, SourceFlags},
     text::{OutputFlags, indented, key_json, pair_json},
     time::Point,
 };
 use crate::{
-    output::{Reader, print_to_reader},
+    output::{Format, Reader, print_to_reader},
     text::shown_key,
 };
 
@@ -45,7 +45,12 @@ pub struct DiffArgs {
     source: SourceFlags,
 }
 
-pub(super) async fn run(args: DiffArgs) -> Result<Ending> {
+/// Runs `orlop diff`.
+///
+/// # Errors
+///
+/// A text for the operator.
+pub async fn run(args: DiffArgs) -> Result<Ending> {
     args.selection.check()?;
     let source = args.source.open().await?;
     let ending = show(&args, &source).await;

@@ -4,14 +4,14 @@ use orlop_objects::Shown;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
 use super::{
-    Ending, Format, Result,
+    Ending, Result,
     selection::Selection,
     source::{Source, SourceFlags},
     text::{OutputFlags, pair_json},
     time::Point,
 };
 use crate::{
-    output::{Reader, print_to_reader},
+    output::{Format, Reader, print_to_reader},
     text::shown_key,
 };
 
@@ -39,7 +39,12 @@ pub struct GetArgs {
     source: SourceFlags,
 }
 
-pub(super) async fn run(args: GetArgs) -> Result<Ending> {
+/// Runs `orlop get`.
+///
+/// # Errors
+///
+/// A text for the operator.
+pub async fn run(args: GetArgs) -> Result<Ending> {
     args.selection.check()?;
     if args.raw && args.selection.is_prefix() {
         return Err("--raw is for a single key".into());

@@ -25,14 +25,17 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::{
-    Ending, Format, Result,
+    Ending, Result,
     compare::{Difference, Differences, described},
     selection::Selection,
     source::{Source, SourceFlags, failed},
     text::{OutputFlags, key_json},
     time::Point,
 };
-use crate::{output::print, text::shown_key};
+use crate::{
+    output::{Format, print},
+    text::shown_key,
+};
 
 /// Bytes of keys and values after which a transaction ends; etcd's servers accept 1.5 MiB.
 const TXN_BYTES: usize = 1 << 20;
@@ -69,7 +72,12 @@ pub struct RewindArgs {
     source: SourceFlags,
 }
 
-pub(super) async fn run(args: RewindArgs) -> Result<Ending> {
+/// Runs `orlop rewind`.
+///
+/// # Errors
+///
+/// A text for the operator.
+pub async fn run(args: RewindArgs) -> Result<Ending> {
     args.selection.check()?;
     let source = args.source.open().await?;
     let ending = Rewind::new(&args, &source).await;

@@ -7,14 +7,17 @@ use orlop_objects::{Secrets, Shown, Style, View};
 use orlop_wire::proto::client::{mvccpb::KeyValue, orlopb::HistoryChange};
 use serde_json::{Map, Value, json};
 
-use crate::text::{bytes, shown_key, shown_time};
+use crate::{
+    output::Format,
+    text::{bytes, shown_key, shown_time},
+};
 
 /// The flags for output.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct OutputFlags {
     /// Output format; json is one object per line
     #[arg(short, long, default_value = "simple", value_name = "FORMAT")]
-    pub(super) write_out: super::Format,
+    pub(super) write_out: Format,
 
     /// Show the data of Kubernetes' Secrets
     #[arg(long)]

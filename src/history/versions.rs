@@ -5,21 +5,21 @@ use std::collections::HashMap;
 use orlop_client::describe;
 use orlop_objects::{Shown, diff};
 use orlop_wire::proto::client::{
-    etcdserverpb::{WatchCreateRequest, WatchRequest, watch_request::RequestUnion},
+    etcdserverpb::WatchCreateRequest,
     mvccpb::{KeyValue, event::EventType},
     orlopb::{HistoryChange, HistoryChangesRequest, HistoryStateResponse},
 };
 use serde_json::json;
 
 use super::{
-    Ending, Format, Result,
+    Ending, Result,
     selection::Selection,
     source::{Source, SourceFlags, TooEarly, failed, retention_hint},
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
 use crate::{
-    output::{Reader, print_to_reader},
+    output::{Format, Reader, print_to_reader},
     text::shown_time,
 };
 
@@ -59,7 +59,12 @@ pub struct HistoryArgs {
     source: SourceFlags,
 }
 
-pub(super) async fn run(args: HistoryArgs) -> Result<Ending> {
+/// Runs `orlop history`.
+///
+/// # Errors
+///
+/// A text for the operator.
+pub async fn run(args: HistoryArgs) -> Result<Ending> {
     args.selection.check()?;
     if args.limit.is_some() && args.selection.is_prefix() {
         return Err("--limit is for a single key; use --since for a prefix".into());
@@ -259,11 +264,7 @@ impl Printer<'_> {
         let (key, range_end) = self.args.selection.range();
         let create =
             WatchCreateRequest { key: key.into(), range_end: range_end.into(), start_revision, ..Default::default() };
-        let create = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-        let mut watch = self.source.client().watch();
-        // The request stream stays open, because its end ends the watch.
-        let requests = tokio_stream::StreamExt::chain(tokio_stream::once(create), tokio_stream::pending());
-        let mut events = watch.watch(requests).await.map_err(|status| describe(&status))?.into_inner();
+        let mut events = self.source.client().open_watch(create).await.map_err(|status| describe(&status))?;
         let (mut found, mut next_revision) = (0, start_revision);
         while let Some(answer) = events.message().await.map_err(|status| describe(&status))? {
             if answer.canceled && answer.compact_revision > 0 {

@@ -131,7 +131,7 @@ impl Drop for SizesReader {
 }
 
 async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult {
-    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit, skip_common: true };
+    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit };
     let response = match client.insight().max_decoding_message_size(16 << 20).sizes(request).await {
         Ok(response) => response.into_inner(),
         Err(status) if status.code() == Code::Unimplemented => return list_keys(client, prefix).await,

@@ -28,9 +28,11 @@ const READ_MAX: Duration = Duration::from_secs(5);
 /// Maximum time of a part that may be missing.
 const PART_MAX: Duration = Duration::from_secs(4);
 /// Maximum time to wait for sizes if they are awaited.
-const SIZES_WAIT_MAX: Duration = Duration::from_secs(120);
+pub const SIZES_WAIT_MAX: Duration = Duration::from_secs(120);
 /// Time to wait for sizes otherwise. Small stores answer at once.
-const SIZES_WAIT: Duration = Duration::from_millis(50);
+pub const SIZES_WAIT: Duration = Duration::from_millis(50);
+/// Maximum number of ranges with watchers, leases and path segments that a source reads, each.
+const ROWS_MAX: u32 = 100;
 /// Why sizes are missing at first.
 pub const BEING_COLLECTED: &str = "being collected";
 /// Why a part is missing if the user is not root.
@@ -38,54 +40,25 @@ pub const ONLY_ROOT: &str = "only a user with the role root may read this";
 /// Why a part is missing if the server is not an Orlop that has the service `orlopb.Insight`.
 const NOT_IN_ETCD: &str = "not reported by etcd";
 
-/// What a read returns.
-#[derive(Clone, Debug)]
-pub struct Wanted {
-    /// Maximum number of ranges with watchers, leases, and children of the prefix, each.
-    pub rows_max: u32,
-    /// The prefix whose sizes are read; `None`: sizes are not read.
-    pub prefix: Option<Vec<u8>>,
-    /// Whether a read waits for the sizes, for at most two minutes.
-    pub wait_for_sizes: bool,
-}
-
-impl Default for Wanted {
-    fn default() -> Self {
-        Self { rows_max: 100, prefix: Some(Vec::new()), wait_for_sizes: false }
-    }
-}
-
 /// Reads snapshots from one endpoint. Connects when it is needed, and again after an error.
 pub struct Source {
-    flags: Option<ServerFlags>,
+    flags: ServerFlags,
     client: Option<Client>,
-    endpoint: String,
     sizes: SizesReader,
 }
 
 impl Source {
     pub fn new(flags: ServerFlags) -> Self {
-        let endpoint = flags.endpoint().to_string();
-        Self { flags: Some(flags), client: None, endpoint, sizes: SizesReader::default() }
-    }
-
-    /// Returns a source that reads over an open connection, and does not connect again.
-    pub fn over(client: Client) -> Self {
-        let endpoint = client.endpoint().to_string();
-        Self { flags: None, client: Some(client), endpoint, sizes: SizesReader::default() }
+        Self { flags, client: None, sizes: SizesReader::default() }
     }
 
     /// Returns the URL of the endpoint.
     pub fn endpoint(&self) -> String {
-        self.endpoint.clone()
+        self.flags.endpoint().to_string()
     }
 
-    /// Returns whether a source over an open connection has lost it.
-    pub fn is_lost(&self) -> bool {
-        self.flags.is_none() && self.client.as_ref().is_none_or(Client::is_lost)
-    }
-
-    /// Reads a snapshot. After an error, the next read opens a new connection and logs in again.
+    /// Reads a snapshot with the sizes of all keys, for which it waits at most `sizes_wait`. After an error, the next read
+    /// opens a new connection and logs in again.
     ///
     /// # Errors
     ///
@@ -95,31 +68,39 @@ impl Source {
     /// # Cancel safety
     ///
     /// Cancel safe.
-    pub async fn read(&mut self, wanted: &Wanted) -> Result<Snapshot, Error> {
-        let endpoint = self.endpoint();
-        let failed = |error: String| Error::Request { endpoint, error };
-        let client = match (self.client.take().filter(|client| !client.is_lost()), &self.flags) {
-            (Some(client), _) => client,
-            (None, Some(flags)) => flags.connect().await?,
-            (None, None) => return Err(failed("the connection is closed".to_owned())),
+    pub async fn read(&mut self, sizes_wait: Duration) -> Result<Snapshot, Error> {
+        let client = match self.client.take().filter(|client| !client.is_lost()) {
+            Some(client) => client,
+            None => self.flags.connect().await?,
         };
-        let mut snapshot = match timeout(READ_MAX, read(&client, wanted)).await {
-            Ok(Ok(snapshot)) => snapshot,
-            Ok(Err(status)) => return Err(failed(describe(&status))),
-            Err(_) => return Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
-        };
-        if let Some(prefix) = &wanted.prefix {
-            let wait_max = if wanted.wait_for_sizes { SIZES_WAIT_MAX } else { SIZES_WAIT };
-            match self.sizes.read(&client, prefix, wanted.rows_max, wait_max).await {
-                Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
-                Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
-                None => drop(snapshot.missing.insert("sizes", BEING_COLLECTED.to_owned())),
-            }
+        let mut snapshot = read(&client, ROWS_MAX).await?;
+        match self.sizes.read(&client, b"", ROWS_MAX, sizes_wait).await {
+            Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
+            Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
+            None => drop(snapshot.missing.insert("sizes", BEING_COLLECTED.to_owned())),
         }
         // A token that has expired is renewed by a new connection.
         let is_logged_out = snapshot.missing.values().any(|reason| reason.starts_with("Unauthenticated"));
         self.client = Some(client).filter(|_| !is_logged_out);
         Ok(snapshot)
+    }
+}
+
+/// Reads a snapshot without sizes. `rows_max`: the maximum number of ranges with watchers, and of leases.
+///
+/// # Errors
+///
+/// If the server does not answer within 5 seconds or refuses the user.
+///
+/// # Cancel safety
+///
+/// Cancel safe.
+pub async fn read(client: &Client, rows_max: u32) -> Result<Snapshot, Error> {
+    let failed = |error: String| Error::Request { endpoint: client.endpoint().to_string(), error };
+    match timeout(READ_MAX, read_parts(client, rows_max)).await {
+        Ok(Ok(snapshot)) => Ok(snapshot),
+        Ok(Err(status)) => Err(failed(describe(&status))),
+        Err(_) => Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
     }
 }
 
@@ -129,11 +110,10 @@ async fn in_time<T>(part: impl Future<Output = Result<T, Status>>) -> Result<T, 
     timeout(PART_MAX, Box::pin(part)).await.unwrap_or_else(late)
 }
 
-async fn read(client: &Client, wanted: &Wanted) -> Result<Snapshot, Status> {
+async fn read_parts(client: &Client, limit: u32) -> Result<Snapshot, Status> {
     let (mut maintenance, mut cluster) = (client.maintenance(), client.cluster());
     let (mut insight, mut second, mut third, mut fourth) =
         (client.insight(), client.insight(), client.insight(), client.insight());
-    let limit = wanted.rows_max;
     let (status, page, listed, watchers, slow, leases, members) = tokio::join!(
         maintenance.status(StatusRequest {}),
         in_time(client.metrics()),

@@ -2,20 +2,18 @@
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
-use futures_util::{FutureExt as _, StreamExt as _, TryStreamExt as _, stream};
-use orlop_client::{Client, Credentials, Endpoint, Target, describe, hint_at_root};
+use futures_util::{FutureExt as _, StreamExt as _, TryFutureExt as _, TryStreamExt as _, stream};
+use orlop_client::{Client, Credentials, Endpoint, Target, WatchStream, describe, hint_at_root};
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AlarmRequest, AlarmType, AuthStatusRequest, HashKvRequest, LeaseLeasesRequest, LeaseTimeToLiveRequest,
-        RangeRequest, StatusRequest, WatchCreateRequest, WatchRequest, alarm_request::AlarmAction,
-        watch_create_request::FilterType, watch_request::RequestUnion,
+        RangeRequest, StatusRequest, WatchCreateRequest, alarm_request::AlarmAction, watch_create_request::FilterType,
     },
     mvccpb::Event,
 };
 use tempfile::NamedTempFile;
-use tokio::{sync::mpsc, time::timeout};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming};
+use tokio::time::timeout;
+use tonic::{Code, Response, Status};
 
 use super::{Failure, Result};
 use crate::snapshot::{self, Content};
@@ -137,11 +135,8 @@ impl Session {
             fragment: true,
             ..Default::default()
         };
-        let (requests, received) = mpsc::channel(1);
-        let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
-        requests.try_send(request).map_err(|_| Failure::Fatal("a watch cannot be requested".to_owned()))?;
-        let responses = answer(self.client.watch().watch(ReceiverStream::new(received))).await?;
-        Ok(Watch { _requests: requests, responses, partial: Vec::new() })
+        let responses = answer(self.client.open_watch(create).map_ok(Response::new)).await?;
+        Ok(Watch { responses, partial: Vec::new() })
     }
 
     /// Returns the compact revision. etcd tells it without much work only where a watch needs a compacted revision. While
@@ -232,9 +227,7 @@ impl Session {
 
 /// A watch of all keys.
 pub(super) struct Watch {
-    /// The watch ends when it is dropped.
-    _requests: mpsc::Sender<WatchRequest>,
-    responses: Streaming<orlop_wire::proto::client::etcdserverpb::WatchResponse>,
+    responses: WatchStream,
     /// The events of a revision whose other events may follow.
     partial: Vec<Event>,
 }
@@ -311,13 +304,13 @@ pub(super) fn revision(event: &Event) -> Revision {
     Revision(event.kv.as_ref().map_or(0, |kv| kv.mod_revision))
 }
 
-async fn answer<T>(call: impl Future<Output = std::result::Result<tonic::Response<T>, Status>>) -> Result<T> {
+async fn answer<T>(call: impl Future<Output = std::result::Result<Response<T>, Status>>) -> Result<T> {
     answer_within(ANSWER_MAX, call).await
 }
 
 async fn answer_within<T>(
     max: Duration,
-    call: impl Future<Output = std::result::Result<tonic::Response<T>, Status>>,
+    call: impl Future<Output = std::result::Result<Response<T>, Status>>,
 ) -> Result<T> {
     match timeout(max, call).await {
         Ok(Ok(response)) => Ok(response.into_inner()),

@@ -1,11 +1,11 @@
 //! Rewriting of `:authority`, for clients that send one that h2 refuses.
 //!
 //! h2 0.4 resets a stream whose `:authority` is not valid in a URI, and has no setting to accept it. Go's server
-//! accepts any text. Only the check of hosts (`http::access`) reads it, for plain HTTP. Clients of etcd 3.4 send their endpoint with its scheme when they
-//! address one member (`etcdctl --endpoints http://... endpoint status`), and gRPC for Python and Java sends the path
-//! of a unix socket. So the value is replaced in the header blocks (RFC 7541) before h2 reads them. If the first header
-//! block of a connection needs no replacement, the rest of the connection is not parsed. Delete this module when h2 has
-//! such a setting.
+//! accepts any text. Only the check of hosts (`http::access`) reads it, for plain HTTP. Clients of etcd 3.4 send their
+//! endpoint with its scheme when they address one member (`etcdctl --endpoints http://... endpoint status`), and gRPC
+//! for Python and Java sends the path of a unix socket. So the value is replaced in the header blocks (RFC 7541) before
+//! h2 reads them. If the first header block of a connection needs no replacement, the rest of the connection is not
+//! parsed. Delete this module when h2 has such a setting.
 
 mod hpack;
 

@@ -1,9 +1,9 @@
 //! TLS for listeners: the server's certificate and the verification of clients. Both are reloaded when their files
 //! change.
 //!
-//! The files are checked when a client connects or reads the metrics, at most once per second, so a renewed certificate requires no restart
-//! and closes no connection. If the files do not match, for example while they are being replaced, the previous ones
-//! stay in use.
+//! The files are checked when a client connects or reads the metrics, at most once per second, so a renewed certificate
+//! requires no restart and closes no connection. If the files do not match, for example while they are being replaced,
+//! the previous ones stay in use.
 
 mod clients;
 mod self_signed;

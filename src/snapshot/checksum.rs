@@ -1,6 +1,6 @@
 //! The checksum at the end of a snapshot.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{fmt::Display, fs::File, io::Read, path::Path};
 
 use sha2::{Digest as _, Sha256};
 
@@ -39,16 +39,11 @@ pub(super) enum Form {
 
 /// Checks that a snapshot of Orlop or of etcd is complete.
 pub(super) fn verify_received(path: &Path) -> Result<()> {
-    let unreadable = |error: std::io::Error| file_error("read", path, &error);
-    let file = File::open(path).map_err(unreadable)?;
-    let size = file.metadata().map_err(unreadable)?.len();
+    let size = path.metadata().map_err(|error| file_error("read", path, &error))?.len();
     if size % BLOCK_BYTES != CHECKSUM_BYTES {
         return Err(Error::File("the received snapshot is truncated: it has no checksum at its end".to_owned()));
     }
-    if !checksum_matches(file, size).map_err(unreadable)? {
-        return Err(Error::File("the received snapshot is damaged: its checksum does not match".to_owned()));
-    }
-    Ok(())
+    verify_as("the received snapshot", path)
 }
 
 /// Returns whether the last bytes of a file are the checksum of the others.
@@ -106,12 +101,17 @@ pub(super) fn missing(path: &Path) -> Error {
 
 /// Checks the checksum of a snapshot that [`examine`] accepted. Reads the whole file.
 pub(super) fn verify(path: &Path) -> Result<()> {
+    verify_as(path.display(), path)
+}
+
+/// Checks the checksum of a file, which an error names as `name`.
+fn verify_as(name: impl Display, path: &Path) -> Result<()> {
     let unreadable = |error: std::io::Error| file_error("read", path, &error);
     let file = File::open(path).map_err(unreadable)?;
     let size = file.metadata().map_err(unreadable)?.len();
     match checksum_matches(file, size).map_err(unreadable)? {
         true => Ok(()),
-        false => Err(Error::File(format!("{} is damaged: its checksum does not match", path.display()))),
+        false => Err(Error::File(format!("{name} is damaged: its checksum does not match"))),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `orlop snapshot`: saves snapshots of running servers; inspects and restores snapshots without a server.
 
-use std::{io::Write as _, path::PathBuf};
+use std::path::PathBuf;
 
 use clap::Subcommand;
 
@@ -14,6 +14,7 @@ use super::{
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
     datastore::empty_database,
+    output::print,
 };
 
 #[derive(Debug, clap::Args)]
@@ -142,11 +143,11 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
             if lacks_history {
                 eprintln!("orlop: saved without history, because the server keeps none (history-retention)");
             }
-            Ok(writeln!(std::io::stdout(), "{}", file.display())?)
+            Ok(print(format!("{}\n", file.display()).as_bytes())?)
         }
         Command::Status { snapshot, write_out } => {
             let status = status(&snapshot.file, snapshot.check())?;
-            Ok(writeln!(std::io::stdout(), "{}", report::text(&status, write_out))?)
+            Ok(print(format!("{}\n", report::text(&status, write_out)).as_bytes())?)
         }
         Command::Restore { snapshot, bump_revision, mark_compacted: _, without_history, datastore, ignored } => {
             ignored.report();
@@ -157,7 +158,8 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
             let content = if without_history { Content::Log } else { Content::LogAndArchive };
             let Restored { head, history } =
                 restore(&snapshot.file, snapshot.check(), content, purpose, create).await?;
-            Ok(writeln!(std::io::stdout(), "restored into {}: revision {head}{history}", datastore.name())?)
+            let text = format!("restored into {}: revision {head}{history}\n", datastore.name());
+            Ok(print(text.as_bytes())?)
         }
     }
 }

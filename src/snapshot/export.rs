@@ -3,11 +3,11 @@
 use bytes::Bytes;
 use orlop_bolt::{Layout, Planner, Unordered, Writer};
 use sha2::{Digest as _, Sha256};
-use tokio::task::spawn_blocking;
 
 use super::{
     Content, Error, Result, archive_bucket,
     buckets::{self, Target},
+    on_blocking_thread,
 };
 use crate::api::STORAGE_VERSION;
 use orlop_core::{
@@ -185,13 +185,6 @@ fn add<T: Target>(part: Part, mut target: T) -> Result<T> {
         Part::Archive(part) => archive_bucket::add(part, &mut target)?,
     }
     Ok(target)
-}
-
-/// Runs what takes milliseconds or longer, such as encoding a page or reading a file, or waits for the disk.
-pub(super) async fn on_blocking_thread<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    spawn_blocking(work).await.unwrap_or_else(|error| Err(Error::File(error.to_string())))
 }
 
 impl From<Unordered> for Error {

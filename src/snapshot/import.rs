@@ -12,8 +12,7 @@ use super::{
     Content, Error, HashCheck, Restored, RestoredHistory, Result, Status,
     archive_bucket::{ARCHIVE, Parts, Survey as ArchiveSurvey},
     buckets::{self, Facts, KEY},
-    checksum,
-    export::on_blocking_thread,
+    checksum, on_blocking_thread,
 };
 use crate::load::{Bounds, HEAD_MAX, NewestRows, Rows};
 use orlop_core::{

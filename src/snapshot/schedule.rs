@@ -19,9 +19,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use super::{
-    Content, Error, Export, Result, dated::DatedFolder, export::on_blocking_thread, file_error, new_file_in, publish,
-};
+use super::{Content, Error, Export, Result, dated::DatedFolder, file_error, new_file_in, on_blocking_thread, publish};
 use orlop_core::{
     clock::now,
     private,

@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use super::{screen::Screen, views::View};
-use crate::insight::{Figures, Source, Wanted};
+use crate::insight::{Figures, SIZES_WAIT, Source};
 
 /// Maximum number of events of the terminal, or of results, that wait to be handled. Then their reader waits.
 const WAITING_MAX: usize = 16;
@@ -90,10 +90,9 @@ async fn read(
     mut paused: watch::Receiver<bool>,
     results: mpsc::Sender<Result<Figures, Error>>,
 ) {
-    let wanted = Wanted::default();
     let mut before = None;
     while paused.wait_for(|paused| !paused).await.is_ok() {
-        let result = source.read(&wanted).await.map(|now| {
+        let result = source.read(SIZES_WAIT).await.map(|now| {
             let figures = Figures::new(before.as_ref(), now);
             before = Some(figures.now.clone());
             figures

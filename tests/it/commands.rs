@@ -1,7 +1,7 @@
 //! The commands that report and maintain: `orlop status`, `version`, `defrag`, and the last line of `check`. Others have
 //! their own modules: `backup`, `hashkv`, `check`, `bench`.
 
-use std::fs;
+use std::{fs, io, process::Stdio};
 
 use orlop_wire::proto::client::etcdserverpb::{
     AlarmRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest,
@@ -9,7 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Server, Stream, everything, on_both_backends, orlop, prints, run};
+use crate::support::{Backend, Client, Server, Stream, ended, everything, on_both_backends, orlop, prints, run};
 
 /// Runs Orlop, which must fail with an error that contains `because`.
 #[track_caller]
@@ -180,6 +180,40 @@ async fn check_finds_the_store_in_a_configuration_file() {
     let text = prints(&["check", "--config-file", file.to_str().expect("text")]);
     assert!(text.ends_with("\nThe store is sound.\n") && text.contains("orlop.db"), "{text}");
     check_fails(&["check", "--data-dir", "/absent"], "--config-file, --data-dir or --datastore-endpoint");
+}
+
+/// Runs Orlop without a reader of its output.
+#[track_caller]
+fn check_unread(arguments: &[&str], want: i32) {
+    let (reader, writer) = io::pipe().expect("a pipe");
+    drop(reader);
+    let mut command = orlop(arguments);
+    command.stdin(Stdio::null()).stdout(writer).stderr(Stdio::piped());
+    let output = ended(command.spawn().expect("the program starts"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), &*errors), (Some(want), ""), "{arguments:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn output_that_nobody_reads_does_not_change_the_exit_status() {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    put(&mut Client::connect(server.endpoint()).await, "a", 10).await;
+    let home = TempDir::new().expect("a folder");
+    let path = |name: &str| home.path().join(name).to_str().expect("text").to_owned();
+    let (saved, restored) = (path("saved.db"), path("restored"));
+    let data = server.data_dir();
+    let folder = data.to_str().expect("text");
+    check_unread(&["snapshot", "save", "--endpoints", server.endpoint(), &saved], 0);
+    server.terminate().await;
+    check_unread(&["snapshot", "status", &saved], 0);
+    check_unread(&["snapshot", "restore", &saved, "--data-dir", &restored], 0);
+    check_unread(&["hashkv", "--data-dir", folder], 0);
+    check_unread(&["check", "--data-dir", folder], 0);
+
+    let database = fs::File::options().write(true).open(data.join("orlop.db")).expect("the database");
+    let bytes = database.metadata().expect("the database").len();
+    database.set_len(bytes - 4_096).expect("the database can be cut");
+    check_unread(&["check", "--data-dir", folder], 1);
 }
 
 on_both_backends!(status_shows_the_state_of_a_server);

@@ -52,14 +52,13 @@ async fn sizes_are_those_of_the_newest_pairs(backend: Backend) {
         });
         let txn = orlop_wire::proto::client::etcdserverpb::TxnRequest { success: ops.into(), ..Default::default() };
         client.kv.txn(txn).await.expect("a transaction");
-        for (prefix, skip_common, limit, want_prefix, want) in [
-            ("", false, 0, "", &[("/", 7, 1_210)][..]),
-            ("", true, 0, "/r/", &[("/r/b/", 1, 1_000), ("/r/a/", 2, 150), ("/r/d/", 3, 60), ("/r/c", 1, 0)]),
-            ("/r/", false, 2, "/r/", &[("/r/b/", 1, 1_000), ("/r/a/", 2, 150)]),
-            ("/r/a/", true, 0, "/r/a/", &[("/r/a/1", 1, 100), ("/r/a/2", 1, 50)]),
-            ("/none", true, 0, "/none", &[]),
+        for (prefix, limit, want_prefix, want) in [
+            ("", 0, "/r/", &[("/r/b/", 1, 1_000), ("/r/a/", 2, 150), ("/r/d/", 3, 60), ("/r/c", 1, 0)][..]),
+            ("/r/", 2, "/r/", &[("/r/b/", 1, 1_000), ("/r/a/", 2, 150)]),
+            ("/r/a/", 0, "/r/a/", &[("/r/a/1", 1, 100), ("/r/a/2", 1, 50)]),
+            ("/none", 0, "/none", &[]),
         ] {
-            let request = SizesRequest { prefix: prefix.into(), limit, skip_common };
+            let request = SizesRequest { prefix: prefix.into(), limit };
             let answer = client.insight.sizes(request).await.expect("sizes").into_inner();
             let children: Vec<_> = (answer.children.iter())
                 .map(|child| {

@@ -27,7 +27,7 @@ use crate::{
     keyspace::{KeySpace, filler_value},
     report::{Report, Row},
     summary::WatchSummary,
-    watch::open_stream,
+    watch::{next_response, open_stream},
     write::CompareAndSwap,
 };
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchCreateRequest};
@@ -242,17 +242,13 @@ pub struct Events {
 
 async fn count_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<Events>>) {
     loop {
-        let error = match responses.message().await {
-            Ok(Some(response)) if response.canceled => format!("a watch was canceled: {}", response.cancel_reason),
-            Ok(Some(response)) => {
-                events.lock().count += response.events;
-                continue;
+        match next_response(&mut responses).await {
+            Ok(response) => events.lock().count += response.events,
+            Err(error) => {
+                events.lock().error.get_or_insert(error);
+                return;
             }
-            Ok(None) => "the watch stream ended".to_owned(),
-            Err(status) => describe(&status),
-        };
-        events.lock().error.get_or_insert(error);
-        return;
+        }
     }
 }
 

@@ -1,16 +1,18 @@
 //! Standard output, and the formats that several reports share.
 
-use std::io::{self, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 
 use serde::Serialize;
 
 use crate::error::Error;
 
-/// Prints to standard output.
+/// Prints to standard output. A reader that stops early, such as `head`, is not an error.
 pub fn print(text: &str) -> Result<(), Error> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    Ok(stdout.flush()?)
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        Ok(()) | Err(_) => Ok(()),
+    }
 }
 
 /// Returns the value as JSON, with a line feed.

@@ -169,6 +169,18 @@ pub fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3
 }
 
+/// Returns the median; 0 without samples.
+pub fn median(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => 0.0,
+        len if len % 2 == 1 => sorted[middle],
+        _ => f64::midpoint(sorted[middle - 1], sorted[middle]),
+    }
+}
+
 impl Report {
     /// Fails if an operation failed, or if the run ended by itself and measured none.
     pub fn check(&self) -> Result<(), Error> {
@@ -297,6 +309,13 @@ mod tests {
     fn row_without_operations_is_zero() {
         let row = Row::new("get", &Recorder::new(Instant::now()));
         assert_eq!((row.count, row.per_sec, row.p50_ms, row.max_ms), (0, 0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn median_is_in_the_middle() {
+        for (samples, want) in [(&[][..], 0.0), (&[3.0], 3.0), (&[9.0, 1.0, 2.0], 2.0), (&[1.0, 2.0, 3.0, 9.0], 2.5)] {
+            assert_eq!(median(samples), want, "{samples:?}");
+        }
     }
 
     #[test]

@@ -219,12 +219,21 @@ pub(super) async fn create_watches(
     Ok(responses)
 }
 
+/// Returns the next response of a watch stream. A canceled watch and the end of the stream are errors.
+pub(super) async fn next_response(responses: &mut Streaming<WatchSummary>) -> Result<WatchSummary, String> {
+    match responses.message().await {
+        Ok(Some(response)) if response.canceled => Err(format!("a watch was canceled: {}", response.cancel_reason)),
+        Ok(Some(response)) => Ok(response),
+        Ok(None) => Err("the watch stream ended".to_owned()),
+        Err(status) => Err(describe(&status)),
+    }
+}
+
 async fn read(mut responses: Streaming<WatchSummary>, deliveries: Arc<Deliveries>) {
     loop {
-        match responses.message().await {
-            Ok(Some(response)) => deliveries.record(&response),
-            Ok(None) => return deliveries.fail(|| "the watch stream ended".to_owned()),
-            Err(status) => return deliveries.fail(|| describe(&status)),
+        match next_response(&mut responses).await {
+            Ok(response) => deliveries.record(&response),
+            Err(error) => return deliveries.fail(|| error),
         }
     }
 }
@@ -305,9 +314,6 @@ impl Deliveries {
     }
 
     fn record(&self, response: &WatchSummary) {
-        if response.canceled {
-            return self.fail(|| format!("a watch was canceled: {}", response.cancel_reason));
-        }
         let now = Instant::now();
         let now_nanos = self.run.nanos_at(now);
         let mut recorders = self.recorders.lock();

@@ -7,6 +7,7 @@ mod connection;
 mod endpoint;
 mod metrics;
 mod mismatch;
+mod watch;
 
 use std::io;
 
@@ -14,6 +15,7 @@ pub use self::{
     connection::{Client, Connection, connection_lost},
     endpoint::{Address, Credentials, Endpoint, ServerFlags, Target},
     metrics::{Labels, MetricsPage},
+    watch::WatchStream,
 };
 
 /// Why an endpoint cannot be used.

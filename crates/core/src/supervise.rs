@@ -14,14 +14,14 @@ use std::{
     cell::{Cell, RefCell},
     fmt,
     ops::{Deref, DerefMut},
-    panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind},
+    panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, resume_unwind},
     pin::Pin,
     task::{Context, Poll},
     thread,
 };
 
 use prometheus::IntCounter;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, spawn_blocking};
 use tracing::error;
 
 use crate::sync::{Mutex, MutexGuard};
@@ -138,6 +138,22 @@ async fn handle_panic(work: impl Future<Output = ()>, panicked: impl FnOnce(&Pan
     }
 }
 
+/// Runs `work` on a thread where it may block. Returns `None` if the runtime ends. A panic of `work` continues in the
+/// caller.
+///
+/// # Cancel safety
+///
+/// If the future is dropped, work that has begun goes on.
+pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    match spawn_blocking(work).await {
+        Ok(done) => Some(done),
+        Err(ended) => match ended.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            Err(_) => None,
+        },
+    }
+}
+
 /// Acknowledged writes are durable at any moment, so the process ends without cleaning up.
 fn end_process(task: &str, panic: &Panic) -> ! {
     const WHY: &str = "the server cannot continue without this task and exits. All acknowledged writes are in the log: \
@@ -228,6 +244,13 @@ mod tests {
         };
         assert_eq!(handled(Box::pin(async {})).await, None);
         assert_eq!(handled(Box::pin(async { panic!("oh") })).await.as_deref(), Some("oh"));
+    }
+
+    #[tokio::test]
+    async fn panic_on_a_blocking_thread_continues_in_the_caller() {
+        assert_eq!(blocking(|| 7).await, Some(7));
+        let outcome: Result<Option<()>, Panic> = catch_panics(blocking(|| panic!("oh"))).await;
+        assert_eq!(outcome.map_err(|panic| panic.message), Err("oh".to_owned()));
     }
 
     /// Each case runs in its own process: this test binary with one of the tests below.

@@ -3,7 +3,7 @@
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedRow, PastRow, Result,
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedRow, Moment, PastRow, Result,
         StoredArchivedRow,
     },
     types::{Change, EncodedKv, Key, LeaseId, Revision, RowId, Version},
@@ -22,15 +22,21 @@ macro_rules! archive_columns {
 }
 pub(crate) use archive_columns;
 
-/// Builds the state from the facts `first`, `copied`, `bytes` and `rows`, in this order; `None`: it was not begun.
-pub(crate) fn state(facts: [Option<i64>; 4]) -> ArchiveState {
-    let [first, copied, bytes, rows] = facts;
+/// The facts `first`, `copied`, `bytes` and `rows`; `None`: the archive was not begun.
+type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+
+pub(crate) fn state((first, copied, bytes, rows): Facts) -> ArchiveState {
     ArchiveState {
         first: first.map_or(Revision::MAX, Revision),
         copied: Revision(copied.unwrap_or(0)),
         bytes: bytes.unwrap_or(0).max(0).cast_unsigned(),
         rows: rows.unwrap_or(0).max(0).cast_unsigned(),
     }
+}
+
+/// Reads the columns `id, at`.
+pub(crate) fn moment((id, unix_ms): (i64, i64)) -> Moment {
+    Moment { revision: Revision(id), unix_ms }
 }
 
 /// The columns that [`page`] reads for a visited key `v.key`, of its row `a`, which may be absent.

@@ -245,7 +245,7 @@ impl Log for PostgresLog {
             Reclaim::Rows { rows, compacted, server } => {
                 let purged = read!(self.database, connection => append::purge(connection, server, rows, compacted))?;
                 if !purged {
-                    return Err(Error::Unavailable("another server is connected to the database".to_owned()));
+                    return Err(other_server());
                 }
             }
             Reclaim::Space => space::vacuum(&self.database).await?,
@@ -373,4 +373,9 @@ impl PostgresLog {
         let member = |(id, name, client_urls): Row| Member { id: id.cast_unsigned(), name, client_urls };
         Ok(rows.into_iter().map(member).collect())
     }
+}
+
+/// The error of a call for one server, if another one answers, for example after a failover.
+fn other_server() -> Error {
+    Error::Unavailable("another server is connected to the database".to_owned())
 }

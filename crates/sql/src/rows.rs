@@ -6,8 +6,7 @@ use tokio::task::coop::consume_budget;
 use crate::{auth, error::corrupt};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
-    AuthMark, Connections, Error, LoggedLease, MIGRATION_SOURCE, Meta, Page, Position, Result, StoredRow, Table,
-    WithPrev, alarm,
+    AuthMark, Error, LoggedLease, MIGRATION_SOURCE, Meta, Page, Position, Result, StoredRow, Table, WithPrev, alarm,
 };
 use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
@@ -304,10 +303,4 @@ pub(super) fn meta(rows: &[MetaRow]) -> Result<Meta> {
     }
     meta.auth = AuthMark::of(&auth);
     Ok(meta)
-}
-
-/// Returns the numbers of connections of a pool. The two arguments are read at different times, so `idle` may exceed
-/// `all`.
-pub(super) fn connections(all: u32, idle: usize) -> Connections {
-    Connections { idle, used: usize::try_from(all).unwrap_or(usize::MAX).saturating_sub(idle) }
 }

@@ -68,7 +68,6 @@ use crate::{
     Durability, auth,
     error::unavailable,
     migrations::{self, cannot_migrate},
-    rows::connections,
 };
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
@@ -334,8 +333,10 @@ impl Log for SqliteLog {
     }
 
     fn connections(&self) -> Connections {
-        let (history, values) = (connections(self.readers.size(), self.readers.num_idle()), self.values.connections());
-        Connections { idle: history.idle + values.idle, used: history.used + values.used }
+        let values = self.values.connections();
+        let (all, idle) = (usize::try_from(self.readers.size()).unwrap_or(usize::MAX), self.readers.num_idle());
+        // They are read at different times, so `idle` may exceed `all`.
+        Connections { idle: idle + values.idle, used: all.saturating_sub(idle) + values.used }
     }
 
     fn saved_index(&self) -> Option<&dyn SavedIndex> {

@@ -4,16 +4,16 @@
 //! of long messages, and the JSON of long responses until it is sent, have a limit together. A conversion waits until it
 //! can reserve as much as it may need.
 
-use std::{panic::resume_unwind, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
-    task::spawn_blocking,
     time::timeout,
 };
 use tonic::Status;
 
 use crate::api::status::too_many_requests;
+use orlop_core::supervise::blocking;
 
 /// Longer messages are converted on a blocking thread, so that they do not delay other requests, and reserve memory.
 /// Shorter ones need neither: at most one at a time is converted on each thread that serves requests.
@@ -75,13 +75,8 @@ impl Reserved {
         if self.0.is_none() {
             return Ok((work()?, self));
         }
-        match spawn_blocking(move || work().map(|done| (done, self))).await {
-            Ok(done) => done,
-            Err(ended) => match ended.try_into_panic() {
-                Ok(panic) => resume_unwind(panic),
-                Err(error) => Err(Status::unavailable(format!("orlop: the server is shutting down: {error}"))),
-            },
-        }
+        let converted = blocking(move || work().map(|done| (done, self))).await;
+        converted.unwrap_or_else(|| Err(Status::unavailable("orlop: the server is shutting down")))
     }
 
     /// Keeps at most this number of bytes.

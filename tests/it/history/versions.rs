@@ -15,7 +15,7 @@ use super::{
     KEEP,
     commands::{at, command, fill, put, without_times},
 };
-use crate::support::{Backend, Client, DEADLINE, Server, home, on_both_backends, send_signal};
+use crate::support::{Backend, Client, DEADLINE, Server, eventually, home, on_both_backends, send_signal};
 
 async fn oldest_readable_version_is_printed(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &[]).await else { return };
@@ -150,6 +150,12 @@ async fn slow_reader_gets_all_versions_in_spite_of_a_compaction(backend: Backend
         assert_eq!((revision().await, revision().await), (Some(32), Some(34)));
         put(&mut client, "/big/late", "another value").await;
         assert_eq!(revision().await, Some(35));
+        // The watch that the compaction has ended leaves no stream open.
+        eventually("the end of the first stream", async || {
+            let streams = server.metric("etcd_debugging_mvcc_watch_stream_total").await;
+            if streams == 1.0 { Ok(()) } else { Err(streams) }
+        })
+        .await;
     }
 }
 

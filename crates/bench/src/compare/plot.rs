@@ -80,14 +80,13 @@ fn draw_by_clients(table: &Table, source: Source, file: &Path, title: &str, unit
         .y_desc(unit)
         .draw()
         .map_err(plot_error)?;
-    for (number, server) in table.servers().into_iter().enumerate() {
+    for server in table.servers() {
         let points: Vec<_> =
             rows.iter().enumerate().filter_map(|(at, row)| Some((at as f64, row.cell(server)?.median()))).collect();
         let style = color(server).stroke_width(2);
         chart.draw_series(LineSeries::new(points.clone(), style)).map_err(plot_error)?;
         let dots = points.into_iter().map(|point| Circle::new(point, 3, color(server).filled()));
         let series = chart.draw_series(dots).map_err(plot_error)?;
-        debug_assert!(number < 3, "each server has a color");
         series.label(server.name()).legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
     draw_legend(&mut chart, SeriesLabelPosition::UpperLeft)?;

@@ -21,8 +21,6 @@ use tokio::{
 };
 use tonic::{Status, Streaming};
 
-use orlop_client::describe;
-
 use super::{LEASE_BYTES, objects::Objects, search::Search};
 use crate::{
     args::{Common, Plan, parse_duration, parse_value_size},
@@ -34,7 +32,7 @@ use crate::{
     report::{Report, Row, Step, per_sec},
     server_cpu::ServerCpu,
     summary::{Stamp, WatchSummary},
-    watch::open_stream,
+    watch::{next_response, open_stream},
 };
 use orlop_wire::proto::client::etcdserverpb::WatchCreateRequest;
 
@@ -330,16 +328,10 @@ fn nanos(duration: Duration) -> u64 {
 
 async fn read_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<Events>>, epoch: Instant) {
     loop {
-        let error = match responses.message().await {
-            Ok(Some(response)) if response.canceled => format!("a watch was canceled: {}", response.cancel_reason),
-            Ok(Some(response)) => {
-                events.lock().record(&response, epoch);
-                continue;
-            }
-            Ok(None) => "the watch stream ended".to_owned(),
-            Err(status) => describe(&status),
-        };
-        return events.lock().recorder.fail(1, || error);
+        match next_response(&mut responses).await {
+            Ok(response) => events.lock().record(&response, epoch),
+            Err(error) => return events.lock().recorder.fail(1, || error),
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 use serde::Serialize;
 
 use super::metrics::{Aggregate, METRICS, Metric, Sample};
-use crate::report::rounded;
+use crate::report::{median, rounded};
 
 /// Minimum length of the ignored part; a shorter test is not judged. Most metrics rise while a server starts.
 const STARTUP_SECS_MIN: f64 = 30.0;
@@ -59,7 +59,7 @@ fn judge_one(metric: &Metric, samples: &[Sample], period_secs: f64) -> Option<Ve
     if startup_secs < STARTUP_SECS_MIN || points.len() < PERIODS_MIN {
         return None;
     }
-    let median = median(points.iter().map(|(_, value)| *value).collect());
+    let median = median(&points.iter().map(|(_, value)| *value).collect::<Vec<_>>());
     let length = points.last()?.0 - points.first()?.0;
     let slope = slope(&points);
     let rise = slope * length;
@@ -87,7 +87,7 @@ pub fn by_period(metric: &Metric, samples: &[Sample], period_secs: f64) -> Vec<(
             continue;
         }
         let value = match metric.aggregate {
-            Aggregate::Median => median(values),
+            Aggregate::Median => median(&values),
             Aggregate::Max => values.into_iter().fold(f64::NEG_INFINITY, f64::max),
             Aggregate::Mean => values.iter().sum::<f64>() / values.len() as f64,
         };
@@ -99,14 +99,7 @@ pub fn by_period(metric: &Metric, samples: &[Sample], period_secs: f64) -> Vec<(
 /// Returns the Theil-Sen slope.
 fn slope(points: &[(f64, f64)]) -> f64 {
     let pairs = points.iter().enumerate().flat_map(|(at, from)| points[at + 1..].iter().map(move |to| (from, to)));
-    median(pairs.map(|(from, to)| (to.1 - from.1) / (to.0 - from.0)).collect())
-}
-
-/// `numbers` must not be empty.
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    let middle = numbers.len() / 2;
-    if numbers.len() % 2 == 1 { numbers[middle] } else { f64::midpoint(numbers[middle - 1], numbers[middle]) }
+    median(&pairs.map(|(from, to)| (to.1 - from.1) / (to.0 - from.0)).collect::<Vec<_>>())
 }
 
 #[cfg(test)]

@@ -101,13 +101,6 @@ pub struct Sizes {
     pub collected_at: Instant,
 }
 
-/// Whether a longer prefix that all keys share replaces the requested one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CommonPrefix {
-    Keep,
-    Skip,
-}
-
 /// The figures of the last scans.
 #[derive(Default)]
 pub(super) struct SizesCache {
@@ -133,17 +126,14 @@ impl SizesCache {
 }
 
 impl Store {
-    /// Returns the sizes below a prefix.
+    /// Returns the sizes below a prefix, or below the longest one ending in `/` that all keys below it share.
     ///
     /// # Cancel safety
     ///
     /// Cancel safe: a scan that is dropped has no effect.
-    pub async fn sizes(&self, prefix: &[u8], common: CommonPrefix) -> Result<Arc<Sizes>> {
+    pub async fn sizes(&self, prefix: &[u8]) -> Result<Arc<Sizes>> {
         let cache = &self.shared.sizes;
-        let prefix = match common {
-            CommonPrefix::Keep => prefix.to_vec(),
-            CommonPrefix::Skip => common_prefix(&self.shared.index.read(), prefix),
-        };
+        let prefix = common_prefix(&self.shared.index.read(), prefix);
         if let Some(sizes) = cache.get(&prefix) {
             return Ok(sizes);
         }

@@ -16,6 +16,7 @@ use sqlx::PgConnection;
 
 use super::{
     connection::{Database, read, sqlstate},
+    other_server,
     view::PostgresView,
 };
 use crate::{
@@ -109,9 +110,6 @@ macro_rules! pairs_at {
     };
 }
 
-/// The columns of [`STATE`].
-type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
-
 /// The archive of a log in Postgres. All instances on the database share it.
 pub struct PostgresArchive {
     database: Database,
@@ -137,8 +135,7 @@ impl Archive for PostgresArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        let facts: Facts = read!(self.database, connection => sqlx::query_as(STATE).fetch_one(connection))?;
-        Ok(archive::state(facts.into()))
+        read!(self.database, connection => sqlx::query_as(STATE).fetch_one(connection)).map(archive::state)
     }
 
     /// Both are one transaction on one connection: the server ends a transaction that is idle for long, and a copy reads the
@@ -156,7 +153,7 @@ impl Archive for PostgresArchive {
         let query = "SELECT orlop_finish_copy($1, $2)";
         let is_same: bool = read!(self.database, connection =>
             sqlx::query_scalar(query).bind(server).bind(compacted.0).fetch_one(connection))?;
-        if is_same { Ok(()) } else { Err(Error::Unavailable("another server is connected to the database".to_owned())) }
+        if is_same { Ok(()) } else { Err(other_server()) }
     }
 
     /// The rows are deleted by [`Self::prune`].
@@ -185,7 +182,7 @@ impl Archive for PostgresArchive {
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
         let found = read!(self.database, connection => sqlx::query_as(FIRST_MOMENT).fetch_optional(connection))?;
-        Ok(found.map(moment))
+        Ok(found.map(archive::moment))
     }
 
     async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
@@ -194,7 +191,7 @@ impl Archive for PostgresArchive {
             Time::Ago(age) => (MOMENT_AGO, i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
         };
         let found = read!(self.database, connection => sqlx::query_as(sql).bind(ms).fetch_optional(connection))?;
-        Ok(found.map(moment))
+        Ok(found.map(archive::moment))
     }
 
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
@@ -224,8 +221,7 @@ impl Archive for PostgresArchive {
 impl FrozenArchive for PostgresView {
     async fn state(&self) -> Result<ArchiveState> {
         let connection = &mut *self.connection.lock().await;
-        let facts: Facts = self.limited(sqlx::query_as(STATE).fetch_one(connection)).await?;
-        Ok(archive::state(facts.into()))
+        self.limited(sqlx::query_as(STATE).fetch_one(connection)).await.map(archive::state)
     }
 
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
@@ -237,13 +233,9 @@ impl FrozenArchive for PostgresView {
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
         let connection = &mut *self.connection.lock().await;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
-        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: moment((id, unix_ms)), has_gap };
+        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: archive::moment((id, unix_ms)), has_gap };
         self.limited(query.fetch(connection).map_ok(moment).try_collect()).await
     }
-}
-
-fn moment((id, unix_ms): (i64, i64)) -> Moment {
-    Moment { revision: Revision(id), unix_ms }
 }
 
 async fn copy(connection: &mut PgConnection, rows: &[Superseded]) -> sqlx::Result<Result<()>> {

@@ -19,7 +19,6 @@ use tokio::{
 };
 
 use super::primary::{Generation, Primary};
-use crate::rows::connections;
 use orlop_core::log::Connections;
 
 /// Time after which an unused connection is closed.
@@ -72,9 +71,8 @@ impl Pool {
     }
 
     pub(super) fn connections(&self) -> Connections {
-        let idle = self.idle.lock().len();
         let used = self.connections_max.saturating_sub(self.permits.available_permits());
-        connections(u32::try_from(used + idle).unwrap_or(u32::MAX), idle)
+        Connections { idle: self.idle.lock().len(), used }
     }
 
     pub(super) async fn close(&self) {

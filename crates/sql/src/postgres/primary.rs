@@ -346,7 +346,7 @@ impl Primary {
         if errors.len() == self.hosts() && errors.iter().all(is_final) {
             sqlx::Error::Configuration(text.into())
         } else {
-            sqlx::Error::Io(io::Error::other(NoPrimary(text)))
+            sqlx::Error::Io(io::Error::other(text))
         }
     }
 
@@ -416,18 +416,6 @@ impl std::error::Error for Refusal {}
 fn is_of_role(error: &sqlx::Error) -> bool {
     matches!(error, sqlx::Error::Configuration(error) if error.is::<Refusal>())
 }
-
-/// No host is a primary at the moment.
-#[derive(Debug)]
-struct NoPrimary(String);
-
-impl fmt::Display for NoPrimary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for NoPrimary {}
 
 #[cfg(test)]
 mod tests {

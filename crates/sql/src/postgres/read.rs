@@ -266,15 +266,10 @@ pub(super) async fn changes(
 }
 
 /// The columns that describe the whole page.
+#[derive(Default)]
 struct PageInfo {
     purged: Revision,
     has_more: bool,
-}
-
-impl Default for PageInfo {
-    fn default() -> Self {
-        Self { purged: Revision(0), has_more: false }
-    }
 }
 
 impl PageInfo {

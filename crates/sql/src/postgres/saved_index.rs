@@ -17,6 +17,7 @@ use tracing::debug;
 use super::{
     PostgresLog, PostgresView,
     connection::{Database, with_timeout},
+    other_server,
     primary::{Found, Generation},
 };
 use crate::rows::LogRow as _;
@@ -145,7 +146,7 @@ impl SavedIndexWriter for Writer<'_> {
         self.run(async |connection| delete.execute(connection).await).await?;
         let server: i64 = self.run(async |connection| sqlx::query_scalar(SERVER).fetch_one(connection).await).await?;
         if server != self.server {
-            return Err(Error::Unavailable("another server is connected to the database".to_owned()));
+            return Err(other_server());
         }
         self.run(async |connection| sqlx::raw_sql("COMMIT").execute(connection).await).await?;
         if let Err(error) = with_timeout(self.connection.close()).await {

@@ -174,7 +174,7 @@ async fn first_without(connection: &mut SqliteConnection, bytes: i64) -> sqlx::R
 async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u64) -> sqlx::Result<Reclaimed> {
     let mut transaction = connection.begin().await?;
     sqlx::query(RAISE).bind(first.0).bind("first_revision").execute(&mut *transaction).await?;
-    let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts)?;
+    let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(archive::state)?;
     if facts.first == Revision::MAX {
         return Ok(Reclaimed::All);
     }
@@ -182,7 +182,7 @@ async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u6
     let mut reclaimed = Reclaimed::More;
     if deleted < PRUNE_ROWS as usize {
         sqlx::query(DELETE_TIMES).bind(facts.first.0).execute(&mut *transaction).await?;
-        let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(self::facts)?;
+        let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(archive::state)?;
         let excess = facts.bytes.saturating_sub(bytes_max);
         let excess = i64::try_from(excess).unwrap_or(i64::MAX);
         match if excess == 0 { None } else { first_without(&mut transaction, excess).await? } {
@@ -194,10 +194,6 @@ async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u6
     }
     transaction.commit().await?;
     Ok(reclaimed)
-}
-
-fn facts((first, copied, bytes, rows): (Option<i64>, Option<i64>, Option<i64>, Option<i64>)) -> ArchiveState {
-    archive::state([first, copied, bytes, rows])
 }
 
 #[async_trait]
@@ -224,7 +220,7 @@ impl Archive for SqliteArchive {
     }
 
     async fn state(&self) -> Result<ArchiveState> {
-        sqlx::query_as(STATE).fetch_one(&self.readers()?).await.map(facts).map_err(unavailable)
+        sqlx::query_as(STATE).fetch_one(&self.readers()?).await.map(archive::state).map_err(unavailable)
     }
 
     async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
@@ -240,9 +236,8 @@ impl Archive for SqliteArchive {
         let mut writer = self.lock().await?;
         sqlx::query(SYNC).execute(writer.connection()).await.map_err(not_written)?;
         let mut transaction = writer.connection().begin_with("BEGIN IMMEDIATE").await.map_err(not_written)?;
-        if sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(facts).map_err(not_written)?.first
-            == Revision::MAX
-        {
+        let state = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(archive::state);
+        if state.map_err(not_written)?.first == Revision::MAX {
             transaction.rollback().await.map_err(not_written)?;
             writer.keep();
             return Ok(());
@@ -304,7 +299,7 @@ impl Archive for SqliteArchive {
 
     async fn first_moment(&self) -> Result<Option<Moment>> {
         let found = sqlx::query_as(FIRST_MOMENT).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
-        Ok(found.map(moment))
+        Ok(found.map(archive::moment))
     }
 
     async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
@@ -313,7 +308,7 @@ impl Archive for SqliteArchive {
             Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
         };
         let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
-        Ok(found.map(moment))
+        Ok(found.map(archive::moment))
     }
 
     async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
@@ -381,10 +376,6 @@ impl Archive for SqliteArchive {
         let page = archive::page(query.fetch(&self.readers()?), ARCHIVE_PAGE_KEYS).await.map_err(unavailable)?;
         Ok(archive::pairs(page))
     }
-}
-
-fn moment((id, unix_ms): (i64, i64)) -> Moment {
-    Moment { revision: Revision(id), unix_ms }
 }
 
 fn now_ms() -> i64 {

@@ -125,8 +125,7 @@ async fn open_archive(
     if !damage.is_empty() {
         return Ok(Some((None, StoredArchive { damage, ..StoredArchive::default() })));
     }
-    type Facts = (Option<i64>, Option<i64>, Option<i64>, Option<i64>);
-    let (first, copied, bytes, rows): Facts = match sqlx::query_as(archive::STATE).fetch_one(&mut connection).await {
+    let (first, copied, bytes, rows) = match sqlx::query_as(archive::STATE).fetch_one(&mut connection).await {
         // It was just created.
         Err(sqlx::Error::Database(error)) if error.message().contains("no such table") => return Ok(None),
         facts => facts.map_err(unreadable)?,

@@ -10,14 +10,11 @@
 use std::{path::PathBuf, sync::Arc};
 
 use rusqlite::{Connection, OpenFlags, Result};
-use tokio::{
-    sync::{Mutex, MutexGuard},
-    task::spawn_blocking,
-};
+use tokio::sync::{Mutex, MutexGuard};
 
 use super::{BUSY_TIMEOUT, PRAGMAS};
 use crate::Durability;
-use orlop_core::log;
+use orlop_core::{log, supervise};
 
 /// How the connection is opened.
 pub(super) struct Settings {
@@ -114,12 +111,8 @@ where
 }
 
 pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    match spawn_blocking(work).await {
-        Ok(done) => done,
-        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        // The runtime ends.
-        Err(error) => Err(rusqlite::Error::ToSqlConversionFailure(error.into())),
-    }
+    let ended = || Err(rusqlite::Error::ToSqlConversionFailure("the server is shutting down".into()));
+    supervise::blocking(work).await.unwrap_or_else(ended)
 }
 
 pub(super) fn unavailable(error: rusqlite::Error) -> log::Error {

@@ -3,16 +3,13 @@
 use async_trait::async_trait;
 use futures_util::TryStreamExt as _;
 use orlop_core::{
-    log::{
-        ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ArchiveState, ArchivedMoment, ArchivedRow, FrozenArchive, Moment,
-        Result,
-    },
+    log::{ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ArchiveState, ArchivedMoment, ArchivedRow, FrozenArchive, Result},
     types::{Revision, RowId},
 };
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
-use super::{facts, sql::STATE};
+use super::sql::STATE;
 use crate::{archive, error::unavailable};
 
 const ROWS: &str = "SELECT id, sub, key, value, lease, version, create_revision, prev_revision, deleted, end_revision \
@@ -36,7 +33,7 @@ impl Frozen {
 impl FrozenArchive for Frozen {
     async fn state(&self) -> Result<ArchiveState> {
         let connection = &mut *self.0.lock().await;
-        sqlx::query_as(STATE).fetch_one(connection).await.map(facts).map_err(unavailable)
+        sqlx::query_as(STATE).fetch_one(connection).await.map(archive::state).map_err(unavailable)
     }
 
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
@@ -48,10 +45,7 @@ impl FrozenArchive for Frozen {
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
         let connection = &mut *self.0.lock().await;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
-        let moment = |(id, unix_ms, has_gap): (i64, i64, bool)| ArchivedMoment {
-            moment: Moment { revision: Revision(id), unix_ms },
-            has_gap,
-        };
+        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: archive::moment((id, unix_ms)), has_gap };
         query.fetch(connection).map_ok(moment).try_collect().await.map_err(unavailable)
     }
 }
