@@ -24,7 +24,7 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpStream, UnixListener, UnixSocket, UnixStream},
+    net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
     time::{sleep, timeout},
 };
@@ -70,8 +70,9 @@ const PENDING_RESETS_MAX: usize = 1_000;
 const OWN_RESETS_MAX: usize = 20_000;
 /// Maximum time for the headers of a request with HTTP/1, and between two requests.
 const HTTP1_IDLE_MAX: Duration = Duration::from_mins(2);
-/// Maximum number of clients that wait to be accepted on a unix socket; the value of the standard library.
-const BACKLOG: u32 = 128;
+/// Maximum number of clients that wait to be accepted; the kernel lowers it to `net.core.somaxconn`. Further ones wait for a
+/// second on TCP, and are refused on a unix socket.
+const BACKLOG: u32 = 4_096;
 /// The first byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 /// Maximum time until the first byte of a connection to a port that serves http and https.
@@ -272,7 +273,14 @@ async fn serve_all<C, S, R>(
 async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
     let found = preferred(tokio::net::lookup_host(address).await?);
     let found = found.ok_or_else(|| io::Error::other(format!("{address} has no address")))?;
-    let socket = TcpListener::bind(found).await?;
+    let socket = match found {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // Otherwise a restarted server could not bind while connections of the last one are in TIME_WAIT.
+    socket.set_reuseaddr(true)?;
+    socket.bind(found)?;
+    let socket = socket.listen(BACKLOG)?;
     let port = socket.local_addr()?.port();
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     Ok((socket, format!("{host}:{port}")))
@@ -466,6 +474,25 @@ mod tests {
             (&[], None),
         ] {
             assert_eq!(preferred(resolved.iter().map(parsed)), bound.map(|text| parsed(&text)), "{resolved:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn clients_that_connect_at_once_wait_to_be_accepted() {
+        const CLIENTS: usize = 300;
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let _unix = bind_unix(&path, FileMode(0o600)).expect("a socket");
+        let mut clients = Vec::new();
+        for number in 0..CLIENTS {
+            clients.push(UnixStream::connect(&path).await.unwrap_or_else(|error| panic!("client {number}: {error}")));
+        }
+        drop(clients);
+        let (_tcp, address) = bind_tcp("127.0.0.1:0").await.expect("a port is free");
+        let mut clients = Vec::new();
+        for number in 0..CLIENTS {
+            let connected = timeout(Duration::from_secs(10), TcpStream::connect(&address)).await;
+            clients.push(connected.unwrap_or_else(|_| panic!("client {number} waits")).expect("a connection"));
         }
     }
 }

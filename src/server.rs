@@ -91,6 +91,8 @@ pub(crate) async fn serve_locally(
         host_whitelist: List::default(),
         listen_address: String::new(),
         auto_compaction_retention: "0".to_owned(),
+        // A command does not know the quota of the servers.
+        quota_backend_bytes: -1,
         snapshot_interval: Interval(Duration::ZERO),
         enable_distributed_tracing: false,
         ..settings

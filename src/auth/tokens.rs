@@ -75,6 +75,15 @@ enum Expiry {
     At(Option<f64>),
 }
 
+/// The time by the clock of each kind of [`Expiry`].
+#[derive(Clone, Copy)]
+struct Now {
+    /// Milliseconds since the start of the server.
+    millis: u64,
+    /// Seconds since 1970.
+    secs: f64,
+}
+
 impl Tokens {
     /// Creates simple tokens, which are signed with the secret key of the log and expire if they are not used for `ttl`.
     ///
@@ -111,9 +120,9 @@ impl Tokens {
         if let Some(known) = self.known.read().get(token) {
             return known.expiry.is_valid(self).then(|| known.caller.clone());
         }
-        let now = now_secs();
+        let now = self.now();
         let is_current = |claims: &Claims| {
-            claims.exp.is_none_or(|expires| expires > now) && claims.nbf.is_none_or(|begins| begins <= now)
+            claims.exp.is_none_or(|expires| expires > now.secs) && claims.nbf.is_none_or(|begins| begins <= now.secs)
         };
         let claims: Claims = self.keys.verify(std::str::from_utf8(token).ok()?).filter(is_current)?;
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a cast of a float saturates")]
@@ -123,13 +132,18 @@ impl Tokens {
             false => Credential::RevisionToken { revision },
         };
         let expiry = match self.is_simple {
-            true => Expiry::AfterUse(AtomicU64::new(self.now_millis() + self.ttl_millis())),
+            true => Expiry::AfterUse(AtomicU64::new(now.millis + self.ttl_millis())),
             false => Expiry::At(claims.exp),
         };
         let caller = Caller::User(Arc::new(Identity { user: claims.username, credential }));
         let mut known = self.known.write();
         if known.len() >= KNOWN_MAX {
-            known.retain(|_, known| !known.expiry.is_over(self));
+            known.retain(|_, known| !known.expiry.is_over(now));
+            // Looking for expired ones takes longer than verifying a token. Forgotten JWTs are verified again at their next
+            // use, but only this map knows when a simple token was last used.
+            if known.len() >= KNOWN_MAX && !self.is_simple {
+                known.clear();
+            }
         }
         // A token that is not added is verified again at its next use.
         if known.len() < KNOWN_MAX {
@@ -138,8 +152,9 @@ impl Tokens {
         Some(caller)
     }
 
-    fn now_millis(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    fn now(&self) -> Now {
+        let millis = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Now { millis, secs: now_secs() }
     }
 
     fn ttl_millis(&self) -> u64 {
@@ -150,17 +165,18 @@ impl Tokens {
 impl Expiry {
     /// Uses the token. Returns whether it has not expired. A use of a simple token moves its expiry on.
     fn is_valid(&self, tokens: &Tokens) -> bool {
-        let is_valid = !self.is_over(tokens);
+        let now = tokens.now();
+        let is_valid = !self.is_over(now);
         if let (true, Self::AfterUse(expires)) = (is_valid, self) {
-            expires.store(tokens.now_millis() + tokens.ttl_millis(), Ordering::Relaxed);
+            expires.store(now.millis + tokens.ttl_millis(), Ordering::Relaxed);
         }
         is_valid
     }
 
-    fn is_over(&self, tokens: &Tokens) -> bool {
+    fn is_over(&self, now: Now) -> bool {
         match self {
-            Self::AfterUse(expires) => expires.load(Ordering::Relaxed) <= tokens.now_millis(),
-            Self::At(expires) => expires.is_some_and(|expires| expires <= now_secs()),
+            Self::AfterUse(expires) => expires.load(Ordering::Relaxed) <= now.millis,
+            Self::At(expires) => expires.is_some_and(|expires| expires <= now.secs),
         }
     }
 }
@@ -195,5 +211,15 @@ mod tests {
         let is_kept =
             |known: &Known| matches!(&known.expiry, Expiry::AfterUse(at) if at.load(Ordering::Relaxed) == EXPIRES);
         assert!(known.len() == KNOWN_MAX && known.values().all(is_kept));
+    }
+
+    #[test]
+    fn tokens_that_do_not_expire_leave_space_for_others() {
+        let tokens = Tokens::jwt(Keys::of_secret(&[7; 32]).expect("a key"), Duration::from_secs(300));
+        let known = || Known { caller: Caller::Nobody, expiry: Expiry::At(None) };
+        tokens.known.write().extend((0..KNOWN_MAX).map(|at| (Box::from(at.to_be_bytes()), known())));
+        let token = tokens.give("u", 1).expect("a token");
+        assert!(tokens.verify(token.as_bytes()).is_some());
+        assert!(tokens.known.read().contains_key(token.as_bytes()));
     }
 }

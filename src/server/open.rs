@@ -59,6 +59,7 @@ pub(super) async fn open_store(
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
         expires_leases: keep != Keep::AsBefore,
+        changes_alarms: keep != Keep::AsBefore,
         progress,
         ..store::Settings::default()
     };

@@ -8,7 +8,9 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tonic::{Code, Status};
 
-use crate::support::{Backend, Client, Disk, Place, Postgres, Server, eventually, http_get, on_both_backends};
+use crate::support::{
+    Backend, Client, Disk, Place, Postgres, Server, eventually, http_get, on_both_backends, orlop, run,
+};
 
 const NO_SPACE: &str = "etcdserver: mvcc: database space exceeded";
 const CORRUPT: &str = "etcdserver: corrupt cluster";
@@ -152,6 +154,50 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     }
 }
 
+/// The quota was lowered, or the database is a copy of a larger one.
+async fn store_above_the_quota_of_its_server_accepts_no_put(backend: Backend) {
+    let Some(mut server) = server_with_a_megabyte(backend).await else { return };
+    server.restart_with(&["--quota-backend-bytes", "500000"]).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let refused = client.kv.put(put("first", b"value".into())).await.expect_err("there is no space");
+    assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, NO_SPACE));
+    eventually("the alarm", async || {
+        let alarms = alarm(&mut client.clone(), AlarmAction::Get, AlarmType::Nospace).await;
+        if alarms.len() == 1 { Ok(()) } else { Err(alarms) }
+    })
+    .await;
+    assert_eq!(client.kv.range(get("kept")).await.expect("reads are served").into_inner().count, 1);
+
+    server.restart_with(&[]).await;
+    let client = Client::connect(server.endpoint()).await;
+    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+}
+
+/// The quota is a setting of the servers, and the command may have another one.
+async fn command_on_a_database_raises_no_alarm(backend: Backend) {
+    let Some(mut server) = server_with_a_megabyte(backend).await else { return };
+    assert!(server.terminate().await.success());
+    let datastore = server
+        .datastore()
+        .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
+    let mut command = orlop(["history", "kept", "--brief", "--datastore-endpoint", &datastore]);
+    let output = run(command.env("ORLOP_QUOTA_BACKEND_BYTES", "500000"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("more", b"value".into())).await.expect("there is space");
+    assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
+}
+
+/// Returns a server that stores a megabyte of random bytes, which the database cannot compress.
+async fn server_with_a_megabyte(backend: Backend) -> Option<Server> {
+    let server = Server::orlop(backend).await?;
+    let mut random = crate::support::Random::new(1);
+    let value = (0..1_000_000).map(|_| (random.below(256)) as u8).collect();
+    Client::connect(server.endpoint()).await.kv.put(put("kept", value)).await.expect("there is space");
+    Some(server)
+}
+
 /// On the smaller disk there is no space for the preallocated WAL; on the larger one SQLite fails to extend the index of
 /// the WAL. The server's own log is on the smaller disk and beside the larger one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -237,4 +283,6 @@ on_both_backends!(
     alarm_refuses_the_same_requests_as_etcd,
     failed_probes_do_not_fill_the_log,
     quota_raises_the_alarm_and_freed_space_clears_it,
+    store_above_the_quota_of_its_server_accepts_no_put,
+    command_on_a_database_raises_no_alarm,
 );

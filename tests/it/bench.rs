@@ -2,12 +2,16 @@
 
 mod faults;
 
+use std::{process::Output, time::Duration};
+
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use serde_json::Value;
 
-use crate::support::{Backend, Client, Postgres, Server, etcd_tool, orlop, run, skip};
+use crate::support::{Backend, Client, Postgres, Server, etcd_tool, orlop, run, run_within, skip};
 
 const OPERATIONS: u64 = 50;
+/// Maximum time of a run. Some runs start several servers.
+const RUN_TIME: Duration = Duration::from_secs(600);
 
 /// Runs a load and returns its report.
 #[track_caller]
@@ -19,7 +23,12 @@ fn bench(server: &Server, scenario: &[&str]) -> Value {
 
 #[track_caller]
 fn orlop_bench(arguments: &[&str]) -> Value {
-    let output = run(orlop(["bench"]).args(arguments));
+    parsed(arguments, &run_within(RUN_TIME, orlop(["bench"]).args(arguments)))
+}
+
+/// Returns the report of a run, which must have succeeded.
+#[track_caller]
+fn parsed(arguments: &[&str], output: &Output) -> Value {
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
@@ -172,7 +181,14 @@ async fn search_finds_the_number_of_nodes_that_meet_the_limit() {
             ("4", "1us", &[(4, false), (4, false), (2, false), (2, false), (1, false), (1, false)], 0),
         ] {
             let search = ["kubernetes", "--find-nodes", "--nodes", nodes, "--p99-max", limit];
-            let report = orlop_bench(&[&search[..], &STEP, &["--endpoints", server.endpoint()]].concat());
+            let search = [&search[..], &STEP, &["--endpoints", server.endpoint()]].concat();
+            let run_search = || run_within(RUN_TIME, orlop(["bench"]).args(&search));
+            let mut output = run_search();
+            // The machine was stopped for longer than a write may take.
+            if String::from_utf8_lossy(&output.stderr).contains("request timed out") {
+                output = run_search();
+            }
+            let report = parsed(&search, &output);
             assert_eq!(
                 (&report["nodes"], &report["first_error"]),
                 (&f64::from(found).into(), &Value::Null),
@@ -264,7 +280,7 @@ async fn comparison_writes_a_page_with_plots_and_no_other_file() {
             .arg(folder.path())
             .arg("--output")
             .arg(&page);
-        run(&mut compare)
+        run_within(RUN_TIME, &mut compare)
     };
     let mut output = compare();
     // The machine was stopped for the whole duration of a load.

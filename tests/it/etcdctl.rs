@@ -16,8 +16,8 @@ use tokio::{
 
 use crate::support::{Backend, DEADLINE, Server, etcd_tool, eventually, on_both_backends, send_signal, skip};
 
-/// `check perf` itself takes 60 s.
-const CHECK_PERF_DEADLINE: Duration = Duration::from_secs(120);
+/// Maximum time of a load. `check perf` itself takes 60 s.
+const CHECK_DEADLINE: Duration = Duration::from_secs(120);
 
 /// A server, and the etcdctl that is run against it.
 struct Etcdctl {
@@ -44,13 +44,14 @@ impl Etcdctl {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
-        command.env("ETCDCTL_API", "3").args(["--endpoints", self.server.endpoint()]).args(arguments);
+        command.env("ETCDCTL_API", "3").args(["--endpoints", self.server.endpoint()]);
+        command.args(["--dial-timeout", "30s", "--command-timeout", "30s"]).args(arguments);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         command
     }
 
     async fn output(&self, arguments: &[&str]) -> Output {
-        let output = timeout(DEADLINE, self.command(arguments).output()).await;
+        let output = timeout(DEADLINE * 2, self.command(arguments).output()).await;
         output.unwrap_or_else(|_| panic!("etcdctl {arguments:?} does not end")).expect("etcdctl can be started")
     }
 
@@ -77,7 +78,7 @@ impl Etcdctl {
         let mut stdin = process.stdin.take().expect("stdin is piped");
         stdin.write_all(input.as_bytes()).await.expect("etcdctl reads its input");
         drop(stdin);
-        let output = timeout(DEADLINE, process.wait_with_output()).await;
+        let output = timeout(DEADLINE * 2, process.wait_with_output()).await;
         let output = output.unwrap_or_else(|_| panic!("etcdctl {arguments:?} does not end")).expect("etcdctl ends");
         assert!(output.status.success(), "etcdctl {arguments:?}: {}", text(&output.stderr));
         text(&output.stdout)
@@ -404,7 +405,7 @@ async fn check_perf_completes(backend: Backend) {
     }
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
     let check = etcdctl.command(&["check", "perf", "--load", "s"]).output();
-    let output = timeout(CHECK_PERF_DEADLINE, check).await.expect("the check ends").expect("etcdctl can be started");
+    let output = timeout(CHECK_DEADLINE, check).await.expect("the check ends").expect("etcdctl can be started");
     let printed = text(&output.stdout);
     let verdicts = format!("{}{}", printed.rsplit('\r').next().unwrap_or_default(), text(&output.stderr));
     let has_throughput = ["Throughput is ", "Throughput too low"].iter().any(|text| verdicts.contains(text));
@@ -414,7 +415,8 @@ async fn check_perf_completes(backend: Backend) {
 
 async fn check_datascale_is_served_and_cleans_up(backend: Backend) {
     let Some(etcdctl) = Etcdctl::start(backend).await else { return };
-    let output = etcdctl.output(&["check", "datascale", "--load", "s"]).await;
+    let check = etcdctl.command(&["check", "datascale", "--load", "s"]).output();
+    let output = timeout(CHECK_DEADLINE, check).await.expect("the check ends").expect("etcdctl can be started");
     let printed = text(&[output.stdout, output.stderr].concat());
     // `check datascale` reads the memory usage from /metrics.
     assert!(output.status.success() && printed.contains("PASS: Approximate system memory used"), "{printed}");

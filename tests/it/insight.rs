@@ -15,17 +15,26 @@ use tonic::Code;
 
 use crate::support::{
     Backend, Client, DEADLINE, Server, Stream, eventually, everything, free_port, on_both_backends, orlop,
-    orlop_program, prints, run, send_signal,
+    orlop_program, run, send_signal,
 };
 
-/// Runs `orlop top`, which must succeed, and returns its output.
+/// Runs `orlop top`, which must succeed, and returns its output. Repeats it if the server does not answer within the 5 s
+/// for which it waits.
 #[track_caller]
-fn top(arguments: &[&str]) -> String {
-    prints(&[&["top"], arguments].concat())
+pub fn top(arguments: &[&str]) -> String {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let output = run(orlop(["top"]).args(arguments));
+        if output.status.success() {
+            return String::from_utf8(output.stdout).expect("text");
+        }
+        let is_late = String::from_utf8_lossy(&output.stderr).contains("no answer within");
+        assert!(is_late && Instant::now() < deadline, "{arguments:?}: {output:?}");
+    }
 }
 
 fn json(endpoint: &str) -> Value {
-    let text = top(&["--endpoints", endpoint, "--interval", "100ms", "-w", "json"]);
+    let text = top(&["--endpoints", endpoint, "--interval", "1s", "-w", "json"]);
     serde_json::from_str(&text).expect("JSON")
 }
 

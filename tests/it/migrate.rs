@@ -111,10 +111,15 @@ impl Migrator {
         std::fs::read_to_string(&self.output).expect("a file")
     }
 
-    async fn says(&self, text: &str) {
-        eventually(text, async || match self.output() {
-            output if output.contains(text) => Ok(()),
-            output => Err(output),
+    /// Waits until the migration has printed a text; it must not end before.
+    async fn says(&mut self, text: &str) {
+        eventually(text, || {
+            // Asked first: a migration may end right after it has printed the text.
+            let status = self.process.try_wait().expect("our child");
+            let output = self.output();
+            let is_said = output.contains(text);
+            assert!(is_said || status.is_none(), "it ended with {status:?} without {text:?}: {output}");
+            std::future::ready(if is_said { Ok(()) } else { Err(output) })
         })
         .await;
     }
@@ -238,7 +243,7 @@ async fn compacted_source_is_copied_again(backend: Backend) {
         }
     };
     fill(&mut client).await;
-    let migrator = destination.migrate(source.endpoint(), &[]);
+    let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     migrator.kill();
     let refused = run(&mut orlop(["--datastore-endpoint", &destination.datastore]));
@@ -262,7 +267,7 @@ async fn history_of_a_source_without_compactions_is_not_watched(backend: Backend
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
     client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
-    let migrator = destination.migrate(source.endpoint(), &[]);
+    let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     // After the first three reads, one of which is the test's, one asks for the compact revision; the others ask for the
     // newest revision.
@@ -299,7 +304,7 @@ async fn changed_users_are_copied_again(backend: Backend) {
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
     add_users(&mut client).await;
-    let migrator = destination.migrate(source.endpoint(), &[]);
+    let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     let bob = AuthUserAddRequest { name: "bob".to_owned(), password: "late".to_owned(), ..Default::default() };
     client.auth.user_add(bob).await.expect("a user");
@@ -406,7 +411,7 @@ async fn databases_with_other_data_are_refused(backend: Backend) {
     drop(server);
 
     let unfinished = Destination::new(backend).await.expect("as before");
-    let migrator = unfinished.migrate(source.endpoint(), &[]);
+    let mut migrator = unfinished.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     migrator.kill();
     unfinished.check_refused(&other, &["it is the unfinished copy of cluster"]).await;

@@ -31,6 +31,11 @@ async fn server(certificate: &Certificate, more: &[&str]) -> Server {
     Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there")
 }
 
+/// The limits of an etcdctl that the server accepts.
+const SERVED: [&str; 4] = ["--dial-timeout", "30s", "--command-timeout", "30s"];
+/// The limits of an etcdctl that the server may refuse: it tries to connect until then.
+const REFUSED: [&str; 4] = ["--dial-timeout", "2s", "--command-timeout", "3s"];
+
 /// The certificate that a client presents and the root that it trusts.
 struct Identity<'a> {
     root: &'a Path,
@@ -39,14 +44,14 @@ struct Identity<'a> {
 
 impl Identity<'_> {
     /// Returns an etcdctl command that uses this identity, or `None` if etcdctl is not installed.
-    fn etcdctl(&self, endpoint: &str, arguments: &[&str]) -> Option<Command> {
+    fn etcdctl(&self, endpoint: &str, limits: [&str; 4], arguments: &[&str]) -> Option<Command> {
         let Some(program) = etcd_tool("etcdctl", "ORLOP_ETCDCTL") else {
             skip("etcdctl");
             return None;
         };
         let mut command = Command::new(program);
         command.env("ETCDCTL_API", "3").args(["--endpoints", endpoint, "--cacert", text(self.root)]);
-        command.args(["--dial-timeout", "2s", "--command-timeout", "3s"]);
+        command.args(limits);
         if let Some(certificate) = self.certificate {
             command.args(["--cert", text(&certificate.cert), "--key", text(&certificate.key)]);
         }
@@ -56,7 +61,7 @@ impl Identity<'_> {
 
     fn curl(&self, url: &str, more: &[&str]) -> Command {
         let mut command = Command::new("curl");
-        command.args(["-sS", "--max-time", "5", "--cacert", text(self.root)]).args(more);
+        command.args(["-sS", "--max-time", "30", "--cacert", text(self.root)]).args(more);
         if let Some(certificate) = self.certificate {
             command.args(["--cert", text(&certificate.cert), "--key", text(&certificate.key)]);
         }
@@ -65,8 +70,8 @@ impl Identity<'_> {
     }
 
     /// Returns whether the server accepts etcdctl and curl with this identity; `None` if etcdctl is not installed.
-    async fn is_served(&self, endpoint: &str) -> Option<[bool; 2]> {
-        let put = output(&mut self.etcdctl(endpoint, &["put", "k", "v"])?).await;
+    async fn is_served(&self, endpoint: &str, limits: [&str; 4]) -> Option<[bool; 2]> {
+        let put = output(&mut self.etcdctl(endpoint, limits, &["put", "k", "v"])?).await;
         let version = output(&mut self.curl(&format!("{endpoint}/version"), &[])).await;
         let has_version = String::from_utf8_lossy(&version.stdout).contains("etcdserver");
         Some([put.status.success(), version.status.success() && has_version])
@@ -74,7 +79,7 @@ impl Identity<'_> {
 }
 
 async fn output(command: &mut Command) -> Output {
-    let output = timeout(DEADLINE, command.output()).await;
+    let output = timeout(DEADLINE * 2, command.output()).await;
     output.expect("the command ends").expect("the command can be started")
 }
 
@@ -103,7 +108,8 @@ async fn only_clients_with_a_trusted_certificate_are_served() {
     ] {
         let identity = Identity { root: &root, certificate };
         for (server, served) in [(&open, served_by_open), (&closed, served_by_closed)] {
-            let Some(found) = identity.is_served(server.endpoint()).await else { return };
+            let limits = if served { SERVED } else { REFUSED };
+            let Some(found) = identity.is_served(server.endpoint(), limits).await else { return };
             assert_eq!(found, [served; 2], "{what}, client certificate required: {}", std::ptr::eq(server, &closed));
         }
     }
@@ -128,7 +134,8 @@ async fn clients_are_refused_by_revocation_and_by_name() {
         let server = server(&own, &[&["--trusted-ca-file", text(&root)], flags].concat()).await;
         for (certificate, served) in [(&good, good_is_served), (&bad, bad_is_served)] {
             let identity = Identity { root: &root, certificate: Some(certificate) };
-            let Some(found) = identity.is_served(server.endpoint()).await else { return };
+            let limits = if served { SERVED } else { REFUSED };
+            let Some(found) = identity.is_served(server.endpoint(), limits).await else { return };
             assert_eq!(found, [served; 2], "{flags:?} {:?}", certificate.cert);
         }
     }
@@ -342,18 +349,19 @@ async fn client_is_revoked_while_the_certificate_of_the_server_is_wrong() {
     );
     let (root, list) = (authority.root(), authority.revoke(&other));
     let server = server(&own, &["--trusted-ca-file", text(&root), "--client-crl-file", text(&list)]).await;
-    let is_served =
-        async |certificate| Identity { root: &root, certificate: Some(certificate) }.is_served(server.endpoint()).await;
-    let Some(found) = is_served(&bad).await else { return };
+    let is_served = async |certificate, limits| {
+        Identity { root: &root, certificate: Some(certificate) }.is_served(server.endpoint(), limits).await
+    };
+    let Some(found) = is_served(&bad, SERVED).await else { return };
     assert_eq!(found, [true; 2]);
     std::fs::copy(&other.cert, &own.cert).expect("a file can be copied");
     authority.revoke(&bad);
-    eventually("the revocation", async || match is_served(&bad).await {
+    eventually("the revocation", async || match is_served(&bad, REFUSED).await {
         Some([false, false]) => Ok(()),
         found => Err(found),
     })
     .await;
-    assert_eq!(is_served(&good).await, Some([true; 2]));
+    assert_eq!(is_served(&good, SERVED).await, Some([true; 2]));
     assert!(server.log().contains("cannot use the changed certificates"), "{}", server.log_tail());
 }
 
@@ -365,7 +373,7 @@ async fn certificates_are_reloaded_while_streams_continue() {
     let (old_root, new_root) = (old.root(), new.root());
     let before = Identity { root: &old_root, certificate: None };
     let after = Identity { root: &new_root, certificate: None };
-    let Some(mut watch) = before.etcdctl(server.endpoint(), &["watch", "k"]) else { return };
+    let Some(mut watch) = before.etcdctl(server.endpoint(), SERVED, &["watch", "k"]) else { return };
     let mut watch = watch.spawn().expect("etcdctl can be started");
     let mut lines = BufReader::new(watch.stdout.take().expect("stdout is piped")).lines();
     let seen = Arc::new(Mutex::new(Vec::new()));
@@ -380,7 +388,8 @@ async fn certificates_are_reloaded_while_streams_continue() {
         if seen.iter().any(|line| line == value) { Ok(()) } else { Err(seen.clone()) }
     };
     eventually("an event", async || {
-        output(&mut before.etcdctl(server.endpoint(), &["put", "k", "before"]).expect("etcdctl is installed")).await;
+        let put = before.etcdctl(server.endpoint(), SERVED, &["put", "k", "before"]);
+        output(&mut put.expect("etcdctl is installed")).await;
         has_seen("before")
     })
     .await;
@@ -390,11 +399,11 @@ async fn certificates_are_reloaded_while_streams_continue() {
     std::fs::copy(&renewed.key, &certificate.key).expect("a file can be copied");
     let renewed = std::fs::read(&renewed.cert).expect("a file can be read");
     std::fs::write(&certificate.cert, vec![b'x'; renewed.len()]).expect("a file can be written");
-    let put = |identity: &Identity<'_>| {
-        identity.etcdctl(server.endpoint(), &["put", "k", "after"]).expect("etcdctl is installed")
+    let put = |identity: &Identity<'_>, limits| {
+        identity.etcdctl(server.endpoint(), limits, &["put", "k", "after"]).expect("etcdctl is installed")
     };
     eventually("a warning", async || {
-        assert!(output(&mut put(&before)).await.status.success(), "the previous certificate stays in use");
+        assert!(output(&mut put(&before, SERVED)).await.status.success(), "the previous certificate stays in use");
         let log = server.log();
         if log.contains("cannot use the changed certificates") { Ok(()) } else { Err(log) }
     })
@@ -405,7 +414,7 @@ async fn certificates_are_reloaded_while_streams_continue() {
     let file = std::fs::File::options().write(true).open(&certificate.cert).expect("a file can be opened");
     file.set_modified(modified).expect("the time can be set");
     eventually("the new certificate", async || {
-        let answer = output(&mut put(&after)).await;
+        let answer = output(&mut put(&after, REFUSED)).await;
         if answer.status.success() { Ok(()) } else { Err(answer) }
     })
     .await;

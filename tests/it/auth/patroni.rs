@@ -3,14 +3,14 @@
 
 use orlop_wire::proto::client::etcdserverpb::{AuthEnableRequest, RangeRequest};
 
-use super::{DENIED, act_as, add_role, add_user, check_refused, get, grant_role, password};
+use super::{CHEAP, DENIED, act_as, add_role, add_user, check_refused, get, grant_role, password};
 use crate::support::{Backend, Client, Patroni, Scope, Server};
 
 async fn patroni_uses_its_prefix_alone(backend: Backend) {
     if !Patroni::is_installed() {
         return;
     }
-    let Some(server) = Server::orlop(backend).await else { return };
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for user in ["root", "patroni"] {
         add_user(&mut client, user).await;

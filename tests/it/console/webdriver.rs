@@ -57,9 +57,8 @@ impl Browser {
             .expect("chromedriver starts");
         let address = format!("127.0.0.1:{port}");
         let profile = tempfile::tempdir().expect("a folder");
-        eventually("the start of chromedriver", async || tokio::net::TcpStream::connect(("127.0.0.1", port)).await)
-            .await;
         let mut browser = Self { driver: Some(driver), address, session: String::new(), _profile: profile };
+        eventually("the start of chromedriver", async || TcpStream::connect(&browser.address).await).await;
         let mut arguments = vec![
             "--headless=new".to_owned(),
             // CI runs as root, in a container.
@@ -89,12 +88,17 @@ impl Browser {
     }
 
     async fn request(&self, method: &str, path: &str, body: &Value) -> Value {
+        self.attempt(method, path, body).await.unwrap_or_else(|error| panic!("{path}: {error}"))
+    }
+
+    /// Returns the value of a response, or the error that chromedriver reports.
+    async fn attempt(&self, method: &str, path: &str, body: &Value) -> Result<Value, Value> {
         let body = if method == "GET" { String::new() } else { body.to_string() };
         let answer = tokio::time::timeout(DEADLINE * 2, self.exchange(method, path, &body)).await;
         let (head, text) = answer.unwrap_or_else(|_| panic!("no answer to {path}")).expect("chromedriver answers");
         let json: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}: {head} {text}"));
-        assert!(head.starts_with("HTTP/1.1 200"), "{path}: {head} {json}");
-        json["value"].clone()
+        let value = json["value"].clone();
+        if head.starts_with("HTTP/1.1 200") { Ok(value) } else { Err(value) }
     }
 
     /// Sends a request over HTTP/1.1: chromedriver has no HTTP/1.0. Returns the head and the body of the response.
@@ -146,10 +150,17 @@ impl Browser {
         found[ELEMENT].as_str().unwrap_or_else(|| panic!("no {selector}: {found}")).to_owned()
     }
 
-    /// Clicks an element as a person would: it must be visible.
+    /// Clicks an element as a person would: it must be visible. The page replaces parts of itself, so the element that was
+    /// found may be gone.
     pub async fn click(&self, selector: &str) {
-        let element = self.find(selector).await;
-        self.call("POST", &format!("/element/{element}/click"), &json!({})).await;
+        eventually(selector, async || {
+            let path = format!("/session/{}/element/{}/click", self.session, self.find(selector).await);
+            match self.attempt("POST", &path, &json!({})).await {
+                Err(error) if !error.to_string().contains("stale element") => panic!("{path}: {error}"),
+                clicked => clicked,
+            }
+        })
+        .await;
     }
 
     /// Replaces the text of a field.

@@ -147,7 +147,7 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
     }
     let watcher = tokio::spawn(watch(address.clone(), Arc::clone(&end)));
     // A migration that follows is replaced by one that cuts over.
-    let migrator = destination.migrate(source.endpoint(), &[]);
+    let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     migrator.kill();
     let copy = destination.cut_over(&source, &["--fence"]).await;

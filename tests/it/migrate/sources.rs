@@ -22,7 +22,7 @@ async fn auth_that_was_enabled_after_the_snapshot_is_copied(backend: Backend) {
         add_users(&mut client).await;
         let root = AuthUserGrantRoleRequest { user: "root".to_owned(), role: "root".to_owned() };
         client.auth.user_grant_role(root).await.expect("a role");
-        let migrator = destination.migrate(source.endpoint(), &[]);
+        let mut migrator = destination.migrate(source.endpoint(), &[]);
         migrator.says("restored a snapshot").await;
         migrator.kill();
         client.auth.auth_enable(AuthEnableRequest {}).await.expect("users");
@@ -47,7 +47,7 @@ async fn keys_of_leases_that_expired_under_the_fence_end_at_the_copy(backend: Ba
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
     put_for_seconds(&mut client, "leased/snapshot").await;
-    let migrator = destination.migrate(source.endpoint(), &[]);
+    let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     migrator.kill();
     put_for_seconds(&mut client, "leased/event").await;

@@ -27,7 +27,7 @@ async fn first_signal_ends_once_and_clears_the_alarm(backend: Backend) {
     client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
     for (stopped_at, was_fenced) in [(RECEIVES, false), (IS_FENCED, true)] {
         let Some(destination) = Destination::new(backend).await else { return };
-        let migrator = destination.migrate(&address, &ONCE);
+        let mut migrator = destination.migrate(&address, &ONCE);
         migrator.says(stopped_at).await;
         let (status, output) = migrator.terminate().await;
         assert_eq!(status.code(), Some(1), "{output}");
@@ -41,7 +41,7 @@ async fn second_signal_names_the_alarm_that_remains(backend: Backend) {
     let Some(source) = Server::etcd().await else { return };
     let (_link, address) = slow_link(&source).await;
     let Some(destination) = Destination::new(backend).await else { return };
-    let migrator = destination.migrate(&address, &ONCE);
+    let mut migrator = destination.migrate(&address, &ONCE);
     migrator.says(IS_FENCED).await;
     source.pause();
     migrator.signal();

@@ -132,7 +132,7 @@ impl Rig {
                         .collect(),
                     None => Vec::new(),
                 };
-                let postgres = Postgres::start_at(Fsync::On, folder, &environment).await?;
+                let postgres = Postgres::start_at(Fsync::Off, folder, &environment).await?;
                 let found = (postgres.create_database(), postgres.port());
                 self.postgres = Some(postgres);
                 found

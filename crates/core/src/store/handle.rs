@@ -164,25 +164,20 @@ impl Store {
 
     /// Compacts the log at `revision`: reads below it fail from now on. Returns the head.
     pub async fn compact(&self, caller: &Caller, revision: Revision, wait: CompactionWait) -> Result<Revision> {
-        if wait == CompactionWait::ForRows {
-            // The writer checks the caller, too, but the hash reads the whole store.
-            self.check_root(caller).await?;
-            self.store_hash_before_compaction(revision).await;
+        if wait == CompactionWait::ForRevision {
+            return self.submit_for_revision(caller, Request::Compact(revision)).await;
         }
-        let head = self.submit_for_revision(caller, Request::Compact(revision)).await?;
-        if wait == CompactionWait::ForRows {
-            let mut done = self.shared.compaction_done.subscribe();
-            done.wait_for(|done| *done >= Some(revision)).await.map_err(|_| Error::Stopped)?;
-        }
+        // The writer checks the caller, too, but the hash reads the whole store.
+        self.check_root(caller).await?;
+        let head = self.compact_with_hash(caller, revision).await?;
+        let mut done = self.shared.compaction_done.subscribe();
+        done.wait_for(|done| *done >= Some(revision)).await.map_err(|_| Error::Stopped)?;
         Ok(head)
     }
 
     /// Submits a request whose outcome is a revision.
     pub(super) async fn submit_for_revision(&self, caller: &Caller, request: Request) -> Result<Revision> {
-        let Outcome::Revision(revision) = self.queue.submit(caller, request).await? else {
-            unreachable!("this request returns a revision")
-        };
-        Ok(revision)
+        self.queue.submit_for_revision(caller, request).await
     }
 
     /// Completes the accepted writes, rejects new ones, and closes the log.

@@ -9,15 +9,19 @@
 //! Orlop does so only after a compaction that the client waited for (`physical`). Computing a hash reads the whole
 //! history, which is too slow for each of Kubernetes' compactions.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, sync::Arc};
 
 use tokio::{task::yield_now, time::Instant};
 
 use super::{
     error::{Error, Result},
     handle::Store,
+    shared::Shared,
+    tasks,
+    write_request::Request,
 };
 use crate::{
+    auth::Caller,
     index::{ReadAt, TreeIndex},
     log::{self, History, WithPrev},
     types::{Change, ChangeKind, EncodedKv, KeyRange, Revision, RowId, Version},
@@ -40,29 +44,27 @@ impl Store {
     /// Returns the hash of the pairs at a revision; `None`: at the head.
     pub async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
         self.confirm().await?;
-        if revision.is_some() && revision == self.shared.index.read().compact_revision() {
-            let stored = *self.shared.hash_before_compaction.lock();
-            if let Some(stored) = stored.filter(|stored| Some(stored.revision) == revision) {
-                return Ok(stored);
-            }
-        }
-        let begun = Instant::now();
-        let hashed = loop {
-            // If a compaction changed the set of included rows meanwhile, the hash is computed again.
-            if let Some(hashed) = self.hash_once(revision).await? {
-                break hashed;
-            }
-        };
-        self.shared.metrics.maintenance.hash_rev.observe(begun.elapsed().as_secs_f64());
-        Ok(hashed)
+        self.shared.hash(revision).await
     }
 
-    /// Stores the hash at `revision`, which is about to be compacted. If it cannot be computed, for example because the
-    /// revision is compacted already, none is stored.
-    pub(super) async fn store_hash_before_compaction(&self, revision: Revision) {
-        if let Ok(hashed) = self.hash(Some(revision)).await {
-            *self.shared.hash_before_compaction.lock() = Some(hashed);
-        }
+    /// Stores the hash at `revision`, then records the compaction at it. Returns the head. If the hash cannot be computed,
+    /// for example because the revision is compacted already, none is stored.
+    ///
+    /// One that was begun is finished even if the future is dropped, as in etcd: on a large store the hash takes longer than
+    /// clients wait. The next one waits for it.
+    pub(super) async fn compact_with_hash(&self, caller: &Caller, revision: Revision) -> Result<Revision> {
+        let running = Arc::clone(&self.shared.hashing).lock_owned().await;
+        let (shared, queue, caller) = (Arc::clone(&self.shared), self.queue.clone(), caller.clone());
+        let work = async move {
+            if let Ok(hashed) = shared.hash(Some(revision)).await {
+                *shared.hash_before_compaction.lock() = Some(hashed);
+            }
+            let recorded = queue.submit_for_revision(&caller, Request::Compact(revision)).await;
+            drop(running);
+            recorded
+        };
+        // The work ends without a result if it panics.
+        tasks::finish(&self.shared.metrics, "a compaction", work).await.unwrap_or(Err(Error::OutcomeUnknown))
     }
 
     /// Returns a hash of everything in the log: pairs, leases and the compact revision.
@@ -80,11 +82,32 @@ impl Store {
         self.shared.metrics.maintenance.hash.observe(begun.elapsed().as_secs_f64());
         Ok(hash)
     }
+}
+
+impl Shared {
+    /// Returns the hash of the pairs at a revision; `None`: at the head.
+    async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
+        if revision.is_some() && revision == self.index.read().compact_revision() {
+            let stored = *self.hash_before_compaction.lock();
+            if let Some(stored) = stored.filter(|stored| Some(stored.revision) == revision) {
+                return Ok(stored);
+            }
+        }
+        let begun = Instant::now();
+        let hashed = loop {
+            // If a compaction changed the set of included rows meanwhile, the hash is computed again.
+            if let Some(hashed) = self.hash_once(revision).await? {
+                break hashed;
+            }
+        };
+        self.metrics.maintenance.hash_rev.observe(begun.elapsed().as_secs_f64());
+        Ok(hashed)
+    }
 
     /// Computes the hash, or returns `None` if a compaction interfered.
     async fn hash_once(&self, revision: Option<Revision>) -> Result<Option<Hashed>> {
         let (target, compacted) = {
-            let index = self.shared.index.read();
+            let index = self.index.read();
             let at = revision.map_or(ReadAt::Latest, ReadAt::Revision);
             (index.resolve(at)?, index.compact_revision())
         };
@@ -92,13 +115,13 @@ impl Store {
             Err(Error::Compacted) if revision.is_none() => return Ok(None),
             kept => kept?,
         };
-        let log = &*self.shared.log;
+        let log = &*self.log;
         let Some(hash) = hash_rows(log, target, &kept).await? else {
             // Another instance compacted; catching up applies its compaction.
-            self.shared.catch_up().await?;
+            self.catch_up().await?;
             return Ok(None);
         };
-        let unchanged = self.shared.index.read().compact_revision() == compacted;
+        let unchanged = self.index.read().compact_revision() == compacted;
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
     }
 
@@ -116,7 +139,7 @@ impl Store {
         let mut rows = HashSet::new();
         let mut after = None;
         loop {
-            after = self.shared.walk(&KeyRange::all(), after.as_ref(), at, STEP_KEYS, &mut |_, entry| {
+            after = self.walk(&KeyRange::all(), after.as_ref(), at, STEP_KEYS, &mut |_, entry| {
                 rows.insert(entry.version.row);
             })?;
             if after.is_none() {
@@ -205,5 +228,37 @@ fn append(hash: u32, change: &Change) -> u32 {
             let nothing = Version { row: RowId::new(Revision(0), 0), create_revision: Revision(0), version: 0 };
             crc32c::crc32c_append(hash, EncodedKv::new(&change.key, nothing, b"", None).as_bytes())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use futures_util::FutureExt as _;
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::{
+        log::memory::MemoryLog,
+        store::{
+            Settings,
+            request::{CompactionWait, PutLease, PutRequest, PutValue},
+        },
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn compaction_is_finished_although_its_client_gives_up() {
+        let store = Store::open(Arc::new(MemoryLog::default()), Settings::default()).await.unwrap();
+        let value = PutValue::New("v".into());
+        let put = PutRequest { key: "k".into(), value, lease: PutLease::Set(None), prev_kv: false };
+        let revision = store.put(&Caller::Server, put).await.unwrap().revision;
+        let before = store.hash(Some(revision)).await.unwrap();
+        let compacting = store.compact(&Caller::Server, revision, CompactionWait::ForRows);
+        assert!(compacting.now_or_never().is_none(), "the hash is being computed");
+        let mut done = store.shared.compaction_done.subscribe();
+        let finished = done.wait_for(|done| *done == Some(revision));
+        timeout(Duration::from_secs(60), finished).await.expect("the compaction is finished").expect("the store runs");
+        assert_eq!(store.hash(Some(revision)).await, Ok(before), "the hash before the compaction is stored");
     }
 }

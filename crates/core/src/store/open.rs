@@ -69,6 +69,8 @@ pub struct Settings {
     pub busy_poll: bool,
     /// Whether leases end when their time is over. A process that only looks ends none.
     pub expires_leases: bool,
+    /// Whether the alarm of the quota is raised and cleared. A process that only looks does not know the quota of the servers.
+    pub changes_alarms: bool,
     /// Keeps compacted rows; `None`: they are only deleted.
     pub history: Option<HistorySettings>,
     pub saving: Saving,
@@ -97,6 +99,7 @@ impl Default for Settings {
             compaction: CompactionRate::default(),
             busy_poll: false,
             expires_leases: true,
+            changes_alarms: true,
             history: None,
             saving: Saving::default(),
             progress: Arc::default(),
@@ -135,6 +138,7 @@ impl Store {
         shared.space.set_alarms(&meta);
         shared.authority.set(shared.log.auth().await?);
         shared.fill_tail().await?;
+        shared.measure_at_start().await;
         if let Some(history) = &shared.history {
             history.begin(meta.compact_revision, meta.position.head).await;
         }
@@ -145,9 +149,11 @@ impl Store {
         let mut tasks = vec![
             vital("the writer", writer.run()),
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
-            vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())),
             vital("the check of pages", pages.watch(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
+        if settings.changes_alarms {
+            tasks.push(vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())));
+        }
         if settings.expires_leases {
             tasks.push(vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())));
         }
@@ -216,6 +222,7 @@ impl Shared {
             metrics,
             compaction_done,
             hash_before_compaction: Mutex::default(),
+            hashing: Arc::default(),
             leases,
             index,
             values: ValueCache::new(settings.value_cache_bytes),

@@ -12,7 +12,7 @@ use super::{
     timing::Times,
     write_request::{Outcome, Request},
 };
-use crate::{auth::Caller, sync::AtomicUsize};
+use crate::{auth::Caller, sync::AtomicUsize, types::Revision};
 
 /// Maximum number of waiting requests, as in etcd. Further requests fail with "too many requests".
 pub(super) const QUEUE_REQUESTS_MAX: usize = 5_000;
@@ -114,6 +114,14 @@ impl WriteQueue {
             times.note();
         }
         outcome
+    }
+
+    /// Like [`WriteQueue::submit`], for a request whose outcome is a revision.
+    pub(super) async fn submit_for_revision(&self, caller: &Caller, request: Request) -> Result<Revision> {
+        let Outcome::Revision(revision) = self.submit(caller, request).await? else {
+            unreachable!("this request returns a revision")
+        };
+        Ok(revision)
     }
 
     /// Returns a function that checks whether requests are waiting. The function returns false after the queue was

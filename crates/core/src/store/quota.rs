@@ -67,6 +67,14 @@ impl Shared {
         Err(Error::NoSpace)
     }
 
+    /// Measures the used space before the first request, so that a store that exceeds its quota from the start accepts no
+    /// write. Requests another measurement, after which the alarm is raised or cleared.
+    pub(super) async fn measure_at_start(&self) {
+        // A quick one, because the start waits for it. If it finds too much, the first write determines the free space.
+        self.measure(Precision::Quick).await;
+        self.space.measure_requested.notify_one();
+    }
+
     /// Measures the used space. If the database does not answer, the known size is kept.
     async fn measure(&self, precision: Precision) {
         match self.log.size(precision).await {

@@ -69,6 +69,8 @@ pub(super) struct Shared {
     pub(super) compaction_done: watch::Sender<Option<Revision>>,
     /// The hash at the compact revision, computed before that compaction.
     pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
+    /// Held by the compaction for which that hash is computed, until it is recorded.
+    pub(super) hashing: Arc<tokio::sync::Mutex<()>>,
     pub(super) sizes: SizesCache,
     /// Held by the running defragmentation.
     pub(super) defragmenting: Arc<tokio::sync::Mutex<()>>,

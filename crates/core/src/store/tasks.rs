@@ -1,13 +1,16 @@
 //! Starts the store's tasks on tokio's runtime, or in a simulation on the simulation's scheduler.
 
-use std::{cell::Cell, pin::Pin};
+use std::{cell::Cell, pin::Pin, sync::Arc};
 
 use tokio::{
     sync::{oneshot, watch},
     task::JoinHandle,
 };
 
-use crate::supervise;
+use crate::{
+    metrics::Metrics,
+    supervise::{self, catch_panics, log_request_panic},
+};
 
 /// A task of the store.
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -28,6 +31,34 @@ pub(super) fn vital(name: &'static str, task: impl Future<Output = ()> + Send + 
         Some(spawn) => simulated(task, spawn),
         None => supervise::vital(name, task),
     }
+}
+
+/// Does work of a request. Returns its result, or `None` if it panics. `what` names it in messages.
+///
+/// # Cancel safety
+///
+/// If the future is dropped after its first poll, the work goes on, and its result is dropped.
+pub(super) async fn finish<T: Send + 'static>(
+    metrics: &Arc<Metrics>,
+    what: &'static str,
+    work: impl Future<Output = T> + Send + 'static,
+) -> Option<T> {
+    let (sender, result) = oneshot::channel();
+    match SPAWNER.get() {
+        Some(spawn) => spawn(Box::pin(async move {
+            let _ = sender.send(work.await);
+        })),
+        None => {
+            let metrics = Arc::clone(metrics);
+            tokio::spawn(async move {
+                match catch_panics(work).await {
+                    Ok(done) => drop(sender.send(done)),
+                    Err(panic) => log_request_panic(&metrics.rpc.panics, what, &panic),
+                }
+            });
+        }
+    }
+    result.await.ok()
 }
 
 /// Completes with `work`, or drops it when `stop` becomes true.

@@ -248,7 +248,8 @@ impl Hub {
             return false;
         }
         if let Some(start) = newest_start.filter(|start| *start > state.head) {
-            state.progress.retain(|(_, other)| !Arc::ptr_eq(other, outbox));
+            // Without writes, nothing is published that would remove the streams that have ended.
+            state.progress.retain(|(_, other)| !Arc::ptr_eq(other, outbox) && !other.has_ended());
             state.progress.push((start, Arc::clone(outbox)));
             return false;
         }

@@ -1,5 +1,8 @@
 use super::*;
-use crate::types::{ChangeKind, EncodedKv, Prev, RowId, Version};
+use crate::{
+    types::{ChangeKind, EncodedKv, Prev, RowId, Version},
+    watch::End,
+};
 
 #[test]
 fn stream_waits_for_progress_at_most_once() {
@@ -12,6 +15,20 @@ fn stream_waits_for_progress_at_most_once() {
     assert_eq!(waiting(&hub), [7]);
     hub.publish(&[], Revision(7), |_| {});
     assert_eq!(waiting(&hub), [0; 0]);
+}
+
+#[test]
+fn streams_that_have_ended_do_not_wait_for_progress() {
+    let hub = Hub::new(Revision::EMPTY, None, Arc::default());
+    let open = Arc::new(hub.outbox());
+    assert!(!hub.progress(&open, Some(Revision(9))));
+    for _ in 0..100 {
+        let outbox = Arc::new(hub.outbox());
+        assert!(!hub.progress(&outbox, Some(Revision(9))));
+        outbox.end(End::ClientGone);
+    }
+    // The last one is removed by the next that waits, or by the next publication.
+    assert_eq!(hub.state.lock().progress.len(), 2);
 }
 
 #[test]
