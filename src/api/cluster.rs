@@ -13,8 +13,8 @@ fn member(member: Member) -> pb::Member {
     pb::Member {
         id: member.id,
         name: member.name,
-        // There are no peers, but etcdctl's tables have a column for them.
-        peer_ur_ls: Vec::new(),
+        // There are no peers, but clients read the first of these URLs. As in kine, they are the client URLs.
+        peer_ur_ls: member.client_urls.clone(),
         client_ur_ls: member.client_urls,
         is_learner: false,
     }
@@ -61,9 +61,7 @@ impl Cluster for Context {
         let request = request.into_inner();
         check_urls(&request.peer_ur_ls)?;
         self.check_member(request.id).await?;
-        Err(Status::unimplemented(
-            "orlop: members have no peer URLs; their client URLs are those of advertise-client-urls",
-        ))
+        Err(Status::unimplemented("orlop: the URLs of a member are those of its advertise-client-urls"))
     }
 
     async fn member_promote(

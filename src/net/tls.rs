@@ -146,13 +146,23 @@ impl Acceptor {
     }
 }
 
-/// Names the cause of a message of an unknown type: the client does not begin with TLS.
+/// Names the cause of errors that do not tell it: a client that does not begin with TLS, and certificates that Go, and
+/// so etcd, accepts.
 fn explained(error: io::Error) -> io::Error {
-    let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<TlsError>());
-    if matches!(cause, Some(TlsError::InvalidMessage(InvalidMessage::InvalidContentType))) {
-        return io::Error::new(error.kind(), "the client does not use TLS");
-    }
-    error
+    let Some(cause) = error.get_ref().and_then(|cause| cause.downcast_ref::<TlsError>()) else { return error };
+    let text = match clients::other_reason(cause).as_deref() {
+        Some(clients::VERSION_1) => {
+            "the client certificate is X.509 version 1; issue it with extensions (openssl x509 -req -extfile ...)"
+        }
+        Some(clients::AUTHORITY) => {
+            "the client certificate is itself a CA (CA:TRUE); issue it with basicConstraints=CA:FALSE"
+        }
+        _ if matches!(cause, TlsError::InvalidMessage(InvalidMessage::InvalidContentType)) => {
+            "the client does not use TLS"
+        }
+        _ => return error,
+    };
+    io::Error::new(error.kind(), text)
 }
 
 fn stamps(settings: &Tls) -> Vec<Option<FileStamp>> {

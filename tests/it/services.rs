@@ -32,6 +32,7 @@ async fn identity_survives_a_restart(backend: Backend) {
         let mut client = Client::connect(server.endpoint()).await;
         let list = client.cluster.member_list(MemberListRequest::default()).await.expect("a list").into_inner();
         assert_eq!(list.members[0].client_ur_ls, [server.endpoint()], "clients can connect to this URL");
+        assert_eq!(list.members[0].peer_ur_ls, [server.endpoint()], "clients index these URLs too");
         let header = list.header.expect("a header");
         seen.push((header.cluster_id, list.members[0].id));
         server.restart().await;
@@ -100,7 +101,7 @@ async fn raft_requests_are_answered_without_raft(backend: Backend) {
     check("promote itself", cluster.member_promote(promote(own)).await.map(drop), Code::FailedPrecondition, no_learner);
     let update = |id, peer_ur_ls| MemberUpdateRequest { id, peer_ur_ls };
     check("update unknown member", cluster.member_update(update(1, urls())).await.map(drop), Code::NotFound, unknown);
-    let no_peers = "orlop: members have no peer URLs; their client URLs are those of advertise-client-urls";
+    let no_peers = "orlop: the URLs of a member are those of its advertise-client-urls";
     check("update itself", cluster.member_update(update(own, urls())).await.map(drop), Code::Unimplemented, no_peers);
 
     let move_to = |target_id| MoveLeaderRequest { target_id };

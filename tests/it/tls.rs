@@ -141,6 +141,37 @@ async fn clients_are_refused_by_revocation_and_by_name() {
     }
 }
 
+/// The certificates are those of authorities, and of version 1. etcd accepts them unless they are revoked or expired.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificates_that_openssl_makes_by_default_are_served_or_refused_with_a_reason() {
+    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
+    let (own, ca, issued) = (authority.sign("server", 30), authority.certificate(), authority.sign_authority("b", 30));
+    let (expired, old) = (authority.sign_authority("expired", -1), authority.sign_version_1("old"));
+    let (root, all) = (authority.root(), authority.bundle(&[&ca, &issued, &expired]));
+    let list = authority.revoke(&ca);
+    let revoking = ["--client-crl-file", text(&list)];
+    let named = ["--client-cert-allowed-hostname", "localhost"];
+    for (trusted, flags, certificate, refused) in [
+        (&root, &[][..], Some(&ca), None),
+        (&root, &revoking, Some(&ca), Some("Revoked")),
+        (&root, &named, Some(&ca), Some("NotValidForName")),
+        (&root, &[], Some(&issued), Some("the client certificate is itself a CA (CA:TRUE)")),
+        (&all, &revoking, Some(&issued), None),
+        (&all, &[], Some(&expired), Some("Expired")),
+        (&root, &[], old.as_ref(), Some("the client certificate is X.509 version 1")),
+    ] {
+        let Some(Certificate { cert, .. }) = certificate else { continue };
+        let server = server(&own, &[&["--trusted-ca-file", text(trusted)], flags].concat()).await;
+        let Some(found) = Identity { root: &root, certificate }.is_served(server.endpoint()).await else { return };
+        assert_eq!(found, [refused.is_none(); 2], "{trusted:?} {flags:?} {cert:?}");
+        eventually("the reason in the log", async || {
+            let log = server.log();
+            if refused.is_none_or(|reason| log.contains(reason)) { Ok(()) } else { Err(log) }
+        })
+        .await;
+    }
+}
+
 /// `orlop bench` has the TLS flags of etcdctl.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bench_command_uses_certificate_and_root() {

@@ -65,7 +65,9 @@ async fn common_name_is_the_user_except_through_the_gateway() {
     ] {
         let server = Server::orlop_with(Backend::Sqlite, &[&CHEAP[..], &tls, flags].concat()).await;
         let server = server.expect("SQLite is always there");
-        let certificates = ["root", "user", "stranger"].map(|name| authority.sign(name, 30));
+        // The name in the certificate of the authority is root.
+        let [user, stranger] = ["user", "stranger"].map(|name| authority.sign(name, 30));
+        let certificates = [authority.certificate(), user, stranger];
         let [admin, user, stranger] =
             certificates.each_ref().map(|certificate| Holder { endpoint: server.endpoint(), root: &root, certificate });
         for command in [

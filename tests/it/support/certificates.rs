@@ -46,22 +46,50 @@ impl Authority {
     /// Creates a certificate for 127.0.0.1 and localhost, for servers and clients. It is valid for `days` days; if
     /// `days` is negative, it has expired.
     pub fn sign(&self, name: &str, days: i32) -> Certificate {
+        self.issue(name, days, Some("subjectAltName=IP:127.0.0.1,DNS:localhost"))
+    }
+
+    /// Creates a certificate of an authority below this one.
+    pub fn sign_authority(&self, name: &str, days: i32) -> Certificate {
+        self.issue(name, days, Some("basicConstraints=critical,CA:TRUE"))
+    }
+
+    /// Creates a certificate of X.509 version 1, as openssl 3.0 does without extensions. Returns `None` if the
+    /// machine's openssl does not.
+    pub fn sign_version_1(&self, name: &str) -> Option<Certificate> {
+        let certificate = self.issue(name, 30, None);
+        if openssl(self.folder.path(), &format!("x509 -in {name}.pem -noout -text")).contains("Version: 1 ") {
+            return Some(certificate);
+        }
+        skip("openssl that writes X.509 version 1");
+        None
+    }
+
+    fn issue(&self, name: &str, days: i32, extensions: Option<&str>) -> Certificate {
         let folder = self.folder.path();
-        std::fs::write(folder.join("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-            .expect("a file can be written");
         openssl(
             folder,
             &format!(
                 "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout {name}.key -out {name}.csr -subj /CN={name}"
             ),
         );
-        openssl(
-            folder,
-            &format!(
-                "x509 -req -in {name}.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days {days} -extfile names -out {name}.pem"
-            ),
+        let mut sign = format!(
+            "x509 -req -in {name}.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days {days} -out {name}.pem"
         );
+        if let Some(extensions) = extensions {
+            std::fs::write(folder.join("extensions"), format!("{extensions}\n")).expect("a file can be written");
+            sign += " -extfile extensions";
+        }
+        openssl(folder, &sign);
         Certificate { cert: folder.join(format!("{name}.pem")), key: folder.join(format!("{name}.key")) }
+    }
+
+    /// Returns a file with several certificates.
+    pub fn bundle(&self, certificates: &[&Certificate]) -> PathBuf {
+        let file = self.folder.path().join("bundle.pem");
+        let read = |of: &&Certificate| std::fs::read(&of.cert).expect("a file can be read");
+        std::fs::write(&file, certificates.iter().flat_map(read).collect::<Vec<u8>>()).expect("a file can be written");
+        file
     }
 }
 
@@ -97,8 +125,10 @@ impl Certificate {
     }
 }
 
-fn openssl(folder: &Path, arguments: &str) {
+/// Returns what openssl prints.
+fn openssl(folder: &Path, arguments: &str) -> String {
     let output = Command::new("openssl").args(arguments.split(' ')).current_dir(folder).output();
     let output = output.expect("openssl can be started");
     assert!(output.status.success(), "openssl {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
