@@ -1,6 +1,6 @@
 //! Alarms: raised and cleared by clients, and by the quota.
 
-use std::time::Instant;
+use std::{fs, time::Instant};
 
 use orlop_wire::proto::client::etcdserverpb::{
     AlarmMember, AlarmRequest, AlarmType, CompactionRequest, DefragmentRequest, DeleteRangeRequest, LeaseGrantRequest,
@@ -9,7 +9,8 @@ use orlop_wire::proto::client::etcdserverpb::{
 use tonic::{Code, Status};
 
 use crate::support::{
-    Backend, Client, Disk, Place, Postgres, Server, eventually, http_get, on_both_backends, orlop, run,
+    Backend, Client, DEADLINE, Disk, Place, Postgres, Server, eventually, http_get, on_both_backends, orlop, prints,
+    run, run_within,
 };
 
 const NO_SPACE: &str = "etcdserver: mvcc: database space exceeded";
@@ -198,8 +199,8 @@ async fn server_with_a_megabyte(backend: Backend) -> Option<Server> {
     Some(server)
 }
 
-/// On the smaller disk there is no space for the preallocated WAL; on the larger one SQLite fails to extend the index of
-/// the WAL. The server's own log is on the smaller disk and beside the larger one.
+/// On the smaller disk there is no space for the preallocated WAL. The server's own log is on the smaller disk and beside
+/// the larger one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_disk_raises_the_alarm_and_free_space_clears_it() {
     for megabytes in [32, 80] {
@@ -258,6 +259,93 @@ async fn server_starts_again_on_a_full_disk() {
     eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
     assert!(server.terminate().await.success());
     assert!(!disk.path().join("orlop.db-wal").exists(), "the file alone can be copied again");
+}
+
+/// The WAL has space for a part of the compaction, and only as long as its index can be extended. The rest waits for space.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn compaction_on_a_full_disk_ends_when_space_is_added() {
+    const TXNS: usize = 480;
+    let Some(disk) = Disk::mount(160) else { return };
+    let data = disk.path().to_str().expect("a temporary path is text").to_owned();
+    let place = Place { data: Some(disk.path().to_owned()), ..Place::default() };
+    let mut server = Server::orlop_at(None, &[], place).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    // Every third row is replaced, so a compaction changes each page of the rows, which is more than the WAL has space for,
+    // and frees too few pages for a vacuum.
+    for number in 0..TXNS {
+        let keys = |key: usize| {
+            [format!("kept/{number:03}/{key}"), format!("also/{number:03}/{key}"), format!("replaced/{key}")]
+        };
+        let puts = (0..42).flat_map(keys).map(|key| Request::RequestPut(put(&key, vec![7; 900])));
+        client.kv.txn(txn(puts.collect())).await.expect("there is space");
+    }
+    // The index of the WAL is short again.
+    assert!(server.terminate().await.success());
+    server.restart().await;
+    disk.fill();
+    let mut client = Client::connect(server.endpoint()).await;
+    // Its rows make the database file longer, so no checkpoint succeeds.
+    let some = DeleteRangeRequest { key: "kept/00".into(), range_end: "kept/04".into(), ..Default::default() };
+    let deleted = client.kv.delete_range(some).await.expect("deletes are served").into_inner();
+    assert_eq!(deleted.deleted, 40 * 42);
+    let revision = deleted.header.expect("a header").revision;
+    client.kv.compact(CompactionRequest { revision, physical: false }).await.expect("compactions are served");
+    let failed = eventually("a failed deletion", async || {
+        let log = server.log();
+        let failed = log.lines().find(|line| line.contains("cannot delete compacted rows")).map(str::to_owned);
+        failed.ok_or(log)
+    })
+    .await;
+    assert!(failed.contains("; the disk is full"), "{failed}");
+    // A start must not need a page of the WAL, however often the server is started.
+    let mut keys = (200..TXNS).flat_map(|number| (0..42).map(move |key| format!("kept/{number}/{key}")));
+    let refused = loop {
+        let key = keys.next().expect("the WAL becomes full");
+        if let Err(refused) = client.kv.delete_range(delete(&key)).await {
+            break refused;
+        }
+    };
+    assert_eq!(refused.message(), NO_SPACE);
+
+    for _ in 0..3 {
+        assert!(server.terminate().await.success());
+        prints(&["check", "--data-dir", &data]);
+        disk.fill();
+        server.restart().await;
+    }
+    let mut client = Client::connect(server.endpoint()).await;
+    assert_eq!(client.kv.range(get("kept/100/0")).await.expect("reads are served").into_inner().count, 1);
+    disk.resize(320);
+    let more = eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await).await;
+    // It begins when the rows of the first compaction are deleted.
+    let revision = more.into_inner().header.expect("a header").revision;
+    let compaction = client.kv.compact(CompactionRequest { revision, physical: true });
+    tokio::time::timeout(2 * DEADLINE, compaction).await.expect("it ends").expect("a compaction");
+    assert!(server.terminate().await.success());
+    prints(&["check", "--data-dir", &data]);
+}
+
+/// SQLite cannot create the index of the WAL.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn full_disk_is_named_if_a_file_with_a_wal_cannot_be_opened() {
+    let Some(disk) = Disk::mount(80) else { return };
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("kept", b"value".into())).await.expect("a put");
+    server.kill();
+    for name in ["orlop.db", "orlop.db-wal", "orlop.db.lock"] {
+        fs::copy(server.data_dir().join(name), disk.path().join(name)).expect("a copy");
+    }
+    disk.fill();
+    let data = disk.path().to_str().expect("a temporary path is text");
+    let serve = ["--listen-client-urls", "http://127.0.0.1:0", "--data-dir", data];
+    for (arguments, status) in [(&["check", "--data-dir", data][..], 2), (&serve[..], 1)] {
+        let output = run_within(DEADLINE, &mut orlop(arguments));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}: {text}");
+        assert!(text.contains("cannot open") && text.contains("; the disk is full"), "{arguments:?}: {text}");
+        assert!(!text.contains("is not an Orlop database"), "{arguments:?}: {text}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

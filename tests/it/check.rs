@@ -380,6 +380,29 @@ async fn damaged_sqlite_file_is_reported_without_a_panic() {
     }
 }
 
+/// SQLite reports the pages, and then an error when it reads their rows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_damaged_page_is_reported_if_sqlite_cannot_read_on() {
+    const PAGE: usize = 4_096;
+    const LEAF: u8 = 13;
+    let folder = TempDir::new().expect("a folder");
+    let file = large_sqlite_store(folder.path()).await;
+    let mut bytes = fs::read(&file).expect("a file can be read");
+    // The first pages are those of other tables.
+    let leaves: Vec<usize> = (10..bytes.len() / PAGE).filter(|page| bytes[page * PAGE] == LEAF).collect();
+    let damaged = [leaves[leaves.len() / 3], leaves[leaves.len() * 2 / 3]];
+    for page in damaged {
+        bytes[page * PAGE..][..PAGE].fill(0);
+    }
+    fs::write(&file, bytes).expect("a file can be written");
+    let found = Place::sqlite(&file).violations().join("\n").to_lowercase();
+    // SQLite counts pages from 1.
+    for number in damaged.map(|page| page + 1) {
+        assert!(found.contains(&format!("page {number}: ")), "{number}: {found}");
+    }
+    assert!(found.contains("malformed"), "the check goes on to the rows: {found}");
+}
+
 fn flipped(bytes: &[u8], at: usize) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     bytes[at] ^= 1;

@@ -240,6 +240,9 @@ async fn wal_is_preallocated() {
     let wal = server.data_dir().join("orlop.db-wal");
     let blocks = || std::os::unix::fs::MetadataExt::blocks(&wal.metadata().expect("the WAL exists")) * 512;
     assert!(blocks() >= 48 << 20, "{} bytes", blocks());
+    let index = server.data_dir().join("orlop.db-shm").metadata().expect("the index exists");
+    let index_bytes = std::os::unix::fs::MetadataExt::blocks(&index) * 512;
+    assert!(index_bytes >= 128 << 10, "{index_bytes} bytes");
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
     server.kill();

@@ -162,7 +162,9 @@ async fn certificates_that_openssl_makes_by_default_are_served_or_refused_with_a
     ] {
         let Some(Certificate { cert, .. }) = certificate else { continue };
         let server = server(&own, &[&["--trusted-ca-file", text(trusted)], flags].concat()).await;
-        let Some(found) = Identity { root: &root, certificate }.is_served(server.endpoint()).await else { return };
+        let limits = if refused.is_none() { SERVED } else { REFUSED };
+        let identity = Identity { root: &root, certificate };
+        let Some(found) = identity.is_served(server.endpoint(), limits).await else { return };
         assert_eq!(found, [refused.is_none(); 2], "{trusted:?} {flags:?} {cert:?}");
         eventually("the reason in the log", async || {
             let log = server.log();

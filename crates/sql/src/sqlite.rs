@@ -52,10 +52,10 @@ use self::{
     checkpoint::Checkpointer,
     close::close_readers,
     foreign::{refuse_etcd, refuse_kine, refuse_other_tables},
-    integrity::{Damage, is_damage, unreadable},
+    integrity::{Damage, is_damage, unreadable, unwritable},
     lock::FileLock,
     readers::Readers,
-    result_code::{CODE_BUSY, CODE_FULL, CODE_IO, has_code},
+    result_code::{CODE_BUSY, CODE_FULL, ResultCode, disk_hint, has_code},
     vacuum::Vacuum,
     writer::Writer,
 };
@@ -92,6 +92,8 @@ const PRAGMAS: [(&str, &str); 4] = [
 const READERS_MAX: u32 = 4;
 /// Growth of the WAL at which a check of the pages ends early: the space of a disk is worth more than the check.
 const CHECK_WAL_GROWTH_MAX: u64 = 1 << 30;
+/// Why a write is refused while the disk has no space for a checkpoint.
+const NOT_COPIED: &str = "the WAL cannot be copied to the database file";
 
 /// The log in SQLite.
 pub struct SqliteLog {
@@ -128,7 +130,7 @@ impl SqliteLog {
         refuse_etcd(file)?;
         refuse_kine(file).await?;
         let lock = lock_file(file)?;
-        let open = |error: sqlx::Error| Error::Open(format!("cannot open database {name}: {error}"));
+        let open = |error: sqlx::Error| cannot_open(file, &error);
 
         check_length(file)?;
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
@@ -146,15 +148,16 @@ impl SqliteLog {
             }
             rewritten => rewritten.map_err(|error| open(error.into()))?,
         }
-        // Only this connection sets auto_vacuum: the pragma always writes to the file, which fails on later connections
-        // if the disk is full.
-        let mut creator = Self::creation_options(file).synchronous(synchronous).connect().await.map_err(open)?;
+        // Only for a new file, because the pragma auto_vacuum always writes, which fails if the disk is full.
+        let is_new = file.metadata().is_ok_and(|metadata| metadata.len() == 0);
+        let creation = if is_new { Self::creation_options(file) } else { options.clone() };
+        let mut creator = creation.synchronous(synchronous).connect().await.map_err(open)?;
         migrations::sqlite()
             .run(&mut creator)
             .await
             .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
         let settings = writer::Settings { file: file.to_owned(), durability };
-        let open_writer = |error: rusqlite::Error| Error::Open(format!("cannot open database {name}: {error}"));
+        let open_writer = |error: rusqlite::Error| cannot_open(file, &error);
         let writer = settings.connect().map_err(open_writer)?;
         // Not before: the last connection to a database deletes its WAL.
         creator.close().await.map_err(open)?;
@@ -209,6 +212,10 @@ impl SqliteLog {
             .disable_statement_logging();
         PRAGMAS.into_iter().fold(options, |options, (name, value)| options.pragma(name, value))
     }
+}
+
+fn cannot_open(file: &Path, error: &impl ResultCode) -> Error {
+    Error::Open(format!("cannot open database {}: {}{}", file.display(), error.text(), disk_hint(error, file)))
 }
 
 /// Creates the directory of a database file and locks the file.
@@ -297,6 +304,10 @@ impl Log for SqliteLog {
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
+        // The space that the WAL still has is for deletes and compactions, without which none may become free.
+        if self.checkpointer.lacks_space() && append.changes.iter().any(|change| change.kv().is_some()) {
+            return Err(Error::Full(format!("{}: {NOT_COPIED}", self.options.get_filename().display())));
+        }
         let writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
         let batch = Batch::of(&append);
         let appended = writer.run(move |writer| batch.append(writer)).await;
@@ -374,9 +385,6 @@ impl Log for SqliteLog {
     }
 }
 
-/// A disk with fewer free bytes is the cause of a failed write: SQLite extends its files by up to this size.
-const FULL_DISK_BYTES: u64 = 1 << 20;
-
 impl SqliteLog {
     /// Maps an error of an append.
     ///
@@ -396,13 +404,7 @@ impl SqliteLog {
         if has_code(error, CODE_BUSY) {
             return Error::Unavailable(format!("{file}: {error}: another process writes to it"));
         }
-        let is_disk_full = self.disk_free().is_some_and(|free| free < FULL_DISK_BYTES);
-        let hint = match has_code(error, CODE_IO) {
-            // SQLite could not extend the index of the WAL.
-            true if is_disk_full => "; the disk is full",
-            true => "; the disk or its file system failed; see the kernel log",
-            false => "",
-        };
+        let hint = disk_hint(error, self.options.get_filename());
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))
     }
 
@@ -423,13 +425,18 @@ impl SqliteLog {
     }
 
     async fn delete(&self, rows: &[RowId]) -> Result<()> {
+        let file = self.options.get_filename();
+        // A deletion frees space only after a checkpoint, which needs the space that the WAL would grow into.
+        if self.checkpointer.lacks_space() && wal::is_long(file).await {
+            return Err(Error::Unavailable(format!("{NOT_COPIED}; the disk is full")));
+        }
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);
         let first = read::json_list(first.iter().map(|row| row.revision.0.to_string()));
         let more = read::json_list(more.iter().map(|row| format!("[{},{}]", row.revision.0, row.sub)));
         const DELETE_FIRST: &str = "DELETE FROM kv_log WHERE id IN (SELECT value FROM json_each(?))";
         const DELETE_MORE: &str =
             "DELETE FROM kv_log_more WHERE (id, sub) IN (SELECT value ->> 0, value ->> 1 FROM json_each(?))";
-        let writer = self.writer.lock().await.map_err(writer::unavailable)?;
+        let writer = self.writer.lock().await.map_err(|error| unwritable(&error, file))?;
         let deleted = writer.run(move |writer| {
             let transaction = writer.transaction()?;
             for (sql, list) in [(DELETE_FIRST, first), (DELETE_MORE, more)] {
@@ -439,7 +446,7 @@ impl SqliteLog {
             }
             transaction.commit()
         });
-        deleted.await.map_err(unreadable)?;
+        deleted.await.map_err(|error| unwritable(&error, file))?;
         self.checkpointer.purged(rows.len());
         self.vacuum.freed();
         Ok(())

@@ -9,7 +9,7 @@ use std::{
 
 use tempfile::TempDir;
 
-use super::skip;
+use super::{run, skip};
 
 static PIECE: [u8; 64 << 10] = [0; 64 << 10];
 
@@ -33,6 +33,13 @@ impl Disk {
 
     pub fn path(&self) -> &Path {
         self.folder.path()
+    }
+
+    /// Gives the disk another size.
+    pub fn resize(&self, megabytes: usize) {
+        let size = format!("remount,size={megabytes}m");
+        let output = run(Command::new("mount").args(["-o", &size]).arg(self.folder.path()));
+        assert!(output.status.success(), "{output:?}");
     }
 
     /// Writes until the disk is full.

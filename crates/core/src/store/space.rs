@@ -22,8 +22,9 @@ use crate::{
 
 /// etcd's default quota in bytes.
 const QUOTA_DEFAULT: u64 = 2 << 30;
-/// Free bytes of the database's disk below which writes are rejected. They suffice to record the alarm, deletes and a
-/// compaction.
+/// Free bytes of the database's disk below which puts are rejected. They leave space for the alarm, for deletes, and for what
+/// SQLite has only in its WAL. They do not always suffice: puts between two measurements, and the rows of many deletes, can
+/// take all of it. Deletes and compactions then go on while SQLite's WAL has allocated space.
 const DISK_FREE_MIN: u64 = 4 << 20;
 /// Approximate overhead of a row in bytes, in addition to its key and value.
 const ROW_BYTES: i64 = 100;

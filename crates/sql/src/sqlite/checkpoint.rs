@@ -10,6 +10,9 @@
 //!
 //! If that sync fails, pages may be lost that SQLite will not copy again, because Linux marks them as clean. Then the
 //! process ends. The next one rebuilds the index of the WAL, and so copies all of it.
+//!
+//! If the disk is full, pages that are new in the WAL cannot be copied, and SQLite cannot restart the WAL. Then the log
+//! refuses puts, and the deletion of rows does not make the WAL longer, until a checkpoint has succeeded.
 
 use std::{
     fs::File,
@@ -17,7 +20,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -29,7 +32,11 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::writer::Writer;
+use super::{
+    result_code::{CODE_FULL, has_code},
+    wal,
+    writer::Writer,
+};
 use crate::Durability;
 use orlop_core::{
     supervise::{disk_failed, vital},
@@ -61,10 +68,14 @@ struct Shared {
     pending_bytes: AtomicUsize,
     wake: Notify,
     stop: Notify,
+    /// Whether the last checkpoint failed because the disk is full.
+    lacks_space: AtomicBool,
     /// To sync the database file; `None` if nothing is synced. It must not be closed before the connections that write:
     /// that would release the locks that they have on the file, because POSIX locks belong to a process and not to a
     /// descriptor.
     database: Option<File>,
+    /// The index of the WAL. The same applies to it, and to all connections.
+    _index: File,
 }
 
 impl Checkpointer {
@@ -72,7 +83,7 @@ impl Checkpointer {
     ///
     /// # Errors
     ///
-    /// If the database file cannot be opened.
+    /// If the database file or the index of the WAL cannot be opened.
     pub(super) fn start(
         connection: SqliteConnection,
         writer: Arc<Writer>,
@@ -83,8 +94,19 @@ impl Checkpointer {
             Durability::Synced => Some(File::open(file)?),
             Durability::Unsynced => None,
         };
-        let shared = Shared { pending_bytes: AtomicUsize::new(0), wake: Notify::new(), stop: Notify::new(), database };
-        let shared = Arc::new(shared);
+        let index = wal::open_index(file)?;
+        if let Err(error) = wal::preallocate_index(&index) {
+            let database = file.display();
+            warn!(%error, %database, "cannot preallocate the index of the WAL; a full disk may stop compactions and starts");
+        }
+        let shared = Arc::new(Shared {
+            pending_bytes: AtomicUsize::new(0),
+            wake: Notify::new(),
+            stop: Notify::new(),
+            lacks_space: AtomicBool::new(false),
+            database,
+            _index: index,
+        });
         let task = vital("the checkpointer", run(Arc::clone(&shared), writer, connection));
         Ok(Self { shared, task: Mutex::new(Some(task)) })
     }
@@ -96,6 +118,11 @@ impl Checkpointer {
 
     pub(super) fn purged(&self, rows: usize) {
         self.add(COMMIT_BYTES + rows * ROW_BYTES);
+    }
+
+    /// Returns whether the last checkpoint failed because the disk is full.
+    pub(super) fn lacks_space(&self) -> bool {
+        self.shared.lacks_space.load(Ordering::Relaxed)
     }
 
     fn add(&self, bytes: usize) {
@@ -124,9 +151,13 @@ async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteCon
             () = tokio::time::sleep(IDLE_INTERVAL) => {}
             () = shared.stop.notified() => stopping = true,
         }
-        if shared.pending_bytes.swap(0, Ordering::Relaxed) > 0
-            && let Err(error) = checkpoint(&mut connection, &writer, &shared).await
-        {
+        if shared.pending_bytes.swap(0, Ordering::Relaxed) == 0 {
+            continue;
+        }
+        let done = checkpoint(&mut connection, &writer, &shared).await;
+        let lacks_space = done.as_ref().is_err_and(|error| has_code(error, CODE_FULL));
+        shared.lacks_space.store(lacks_space, Ordering::Relaxed);
+        if let Err(error) = done {
             warn!(%error, "checkpoint failed; trying again");
             shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
         }
@@ -159,4 +190,51 @@ async fn passive(connection: &mut SqliteConnection, shared: &Arc<Shared>) -> sql
         disk_failed(&error, SYNC_FAILED);
     }
     copied?.try_get(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+
+    use orlop_core::{
+        log::{Append, Error, History as _, Log as _, Reclaim},
+        types::{ChangeKind, Key, Revision, RowId, Version},
+    };
+
+    use super::*;
+    use crate::sqlite::{SqliteLog, load::with_suffix};
+
+    #[tokio::test]
+    async fn puts_leave_the_space_of_the_wal_to_deletes_if_a_checkpoint_lacks_space() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let expected = log.meta().await.expect("facts").position;
+        log.checkpointer.shared.lacks_space.store(true, Ordering::Relaxed);
+        let row = RowId::new(Revision(expected.head.0 + 1), 0);
+        let (key, create_revision, lease) = (Key::from(b"k".to_vec()), row.revision, None);
+        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, b"v", lease);
+        let put = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        for (kind, is_done) in [(put, false), (ChangeKind::Delete, true)] {
+            let changes = &[Change { row, key: key.clone(), kind, prev: None, prev_lease: None }];
+            let append = Append { expected, changes, reads: None, leases: &[], compact: None, fact: None, auth: None };
+            let done = log.append(append).await;
+            assert_eq!(done.is_ok(), is_done, "{done:?}");
+            assert!(is_done || matches!(done, Err(Error::Full(_))), "{done:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn deletions_leave_the_space_to_a_checkpoint_that_lacks_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("orlop.db");
+        let log = SqliteLog::open(&file).await.expect("a database");
+        let wal_file = OpenOptions::new().write(true).open(with_suffix(&file, "-wal")).expect("a WAL");
+        // The first row before a checkpoint could succeed: nothing was written yet.
+        for (lacks_space, grown, is_done) in [(true, 1, false), (true, 0, true), (false, 1, true)] {
+            log.checkpointer.shared.lacks_space.store(lacks_space, Ordering::Relaxed);
+            wal_file.set_len(wal::FILE_BYTES + grown).expect("a length");
+            let done = log.reclaim(Reclaim::Rows { rows: &[], compacted: Revision(1), server: 0 }).await;
+            assert_eq!(done.is_ok(), is_done, "{lacks_space}, {grown}: {done:?}");
+        }
+    }
 }

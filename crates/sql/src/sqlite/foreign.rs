@@ -4,7 +4,7 @@ use std::path::Path;
 
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
-use super::{BUSY_TIMEOUT, load::with_suffix};
+use super::{BUSY_TIMEOUT, cannot_open, load::with_suffix};
 use crate::migrations::foreign_table;
 use orlop_core::{
     files::folder_of,
@@ -64,7 +64,7 @@ pub(super) async fn refuse_other_tables(file: &Path) -> Result<()> {
     if !file.metadata().is_ok_and(|metadata| metadata.len() > 0) {
         return Ok(());
     }
-    let failed = |error: sqlx::Error| Error::Open(format!("cannot open database {}: {error}", file.display()));
+    let failed = |error: sqlx::Error| cannot_open(file, &error);
     // A transaction that a crash interrupted must be rolled back before anything can be read.
     let is_interrupted = with_suffix(file, "-journal").exists();
     let options = SqliteConnectOptions::new()

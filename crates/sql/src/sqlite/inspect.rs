@@ -29,7 +29,10 @@ impl Inspect for SqliteView {
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>> {
         let connection = &mut *self.connection.lock().await;
         let mut found = find_damage(connection, depth, limit).await?;
-        let expected = read::size(connection).await?.total;
+        let expected = match read::size(connection).await {
+            Err(Error::Corrupt(_)) if !found.is_empty() => return Ok(found),
+            size => size?.total,
+        };
         let len = self.file_without_wal.as_ref().and_then(|file| i64::try_from(file.metadata().ok()?.len()).ok());
         // SQLite reads zeros for the missing part of a truncated last page.
         if let Some(len) = len.filter(|len| *len != expected) {

@@ -1,16 +1,20 @@
 //! Damage of a database file: SQLite's own checks, and the errors of reading a damaged page.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
+use futures_util::TryStreamExt as _;
 use orlop_core::log::{Depth, Error, Result};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::watch;
 
 use super::{
-    result_code::{CODE_CORRUPT, CODE_NOT_A_DATABASE, ResultCode, has_code},
+    result_code::{CODE_CORRUPT, CODE_NOT_A_DATABASE, ResultCode, disk_hint, has_code},
     wal,
 };
 use crate::error::unavailable;
@@ -19,20 +23,35 @@ use crate::error::unavailable;
 const PAGES_AT_ONCE: i32 = 100;
 
 /// Returns the inconsistencies of the file that SQLite finds, at most `limit`. A text may have several lines. Reads the
-/// whole file.
+/// whole file. If SQLite cannot continue, that is an inconsistency only if it has found no other.
 ///
 /// # Errors
 ///
-/// [`Error::Corrupt`] if SQLite cannot continue.
+/// [`Error::Unavailable`] if the file cannot be read.
 pub(super) async fn find_damage(connection: &mut SqliteConnection, depth: Depth, limit: usize) -> Result<Vec<String>> {
     let pragma = match depth {
         Depth::Whole => "integrity_check",
         Depth::Quick => "quick_check",
     };
     // A PRAGMA accepts no parameters. The text is safe: a constant and a number.
-    let query = sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
-    let mut found: Vec<String> = query.fetch_all(connection).await.map_err(unreadable)?;
-    found.retain(|text| text != "ok");
+    let query = sqlx::query_scalar::<_, String>(AssertSqlSafe(format!("PRAGMA {pragma}({})", limit.max(1))));
+    let (mut texts, mut found) = (query.fetch(connection), Vec::new());
+    loop {
+        match texts.try_next().await {
+            Ok(None) => return Ok(found),
+            Ok(Some(text)) if text == "ok" => {}
+            Ok(Some(text)) => found.push(text),
+            Err(error) => return end_of_damage(found, unreadable(error)),
+        }
+    }
+}
+
+/// Returns what was found before an error that ended the search.
+fn end_of_damage(mut found: Vec<String>, error: Error) -> Result<Vec<String>> {
+    let Error::Corrupt(text) = error else { return Err(error) };
+    if found.is_empty() {
+        found.push(text);
+    }
     Ok(found)
 }
 
@@ -112,10 +131,19 @@ impl Damage {
 
 /// Maps an error: damage to [`Error::Corrupt`], any other error to [`Error::Unavailable`].
 pub(super) fn unreadable(error: impl ResultCode) -> Error {
-    if is_damage(&error) || has_code(&error, CODE_NOT_A_DATABASE) {
+    classified(&error, "")
+}
+
+/// Like [`unreadable`], for an error of a write. Names the disk if it is the cause.
+pub(super) fn unwritable(error: &impl ResultCode, file: &Path) -> Error {
+    classified(error, disk_hint(error, file))
+}
+
+fn classified(error: &impl ResultCode, hint: &str) -> Error {
+    if is_damage(error) || has_code(error, CODE_NOT_A_DATABASE) {
         Error::Corrupt(error.text())
     } else {
-        Error::Unavailable(error.text())
+        Error::Unavailable(format!("{}{hint}", error.text()))
     }
 }
 

@@ -1,5 +1,8 @@
 //! The result codes of SQLite's errors, whichever crate reports them.
 
+use std::path::Path;
+
+use super::wal;
 use crate::error::describe;
 
 // Primary result codes of SQLite: the low byte of its codes.
@@ -12,6 +15,9 @@ pub(super) const CODE_CORRUPT: i32 = 11;
 pub(super) const CODE_FULL: i32 = 13;
 pub(super) const CODE_CANNOT_OPEN: i32 = 14;
 pub(super) const CODE_NOT_A_DATABASE: i32 = 26;
+
+/// A disk with fewer free bytes is the cause of a failed write: SQLite extends its files by up to this size.
+const FULL_DISK_BYTES: u64 = 1 << 20;
 
 /// An error of SQLite with its extended result code.
 pub(super) trait ResultCode {
@@ -43,4 +49,18 @@ impl ResultCode for rusqlite::Error {
 /// Returns whether an error has this primary result code of SQLite, which is the low byte of the extended code.
 pub(super) fn has_code(error: &impl ResultCode, primary: i32) -> bool {
     error.result_code().is_some_and(|code| code & 0xff == primary)
+}
+
+/// Returns what to append to the text of an error on a database file, if the disk is the cause.
+///
+/// SQLite reports a failure of the disk, and not a full one, if it cannot extend the index of the WAL.
+pub(super) fn disk_hint(error: &impl ResultCode, file: &Path) -> &'static str {
+    let is_failure = has_code(error, CODE_IO);
+    if !is_failure && !has_code(error, CODE_FULL) {
+        return "";
+    }
+    if wal::free_bytes(file).is_ok_and(|free| free < FULL_DISK_BYTES) {
+        return "; the disk is full";
+    }
+    if is_failure { "; the disk or its file system failed; see the kernel log" } else { "" }
 }

@@ -14,7 +14,7 @@ use super::{
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
-    result_code::{CODE_CANNOT_OPEN, has_code},
+    result_code::{CODE_BUSY, CODE_CANNOT_OPEN, CODE_FULL, CODE_IO, disk_hint, has_code},
     wal::Growth,
 };
 use crate::{
@@ -132,11 +132,12 @@ impl SqliteView {
 
 /// Opens a database of this version of Orlop or an earlier one. Returns its schema as well.
 async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnection, i64)> {
+    let file = options.get_filename().to_owned();
     let refused = |what: &str, error: sqlx::Error| {
         if is_damage(&error) {
             Error::Corrupt(format!("{name}: {error}"))
         } else {
-            Error::Open(format!("{what}: {error}"))
+            Error::Open(format!("{what}: {error}{}", disk_hint(&error, &file)))
         }
     };
     let mut connection = options
@@ -156,6 +157,8 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
             return Err(if has_code(&error, CODE_CANNOT_OPEN) {
                 let why = "it has a WAL, and its folder is not writable; copy the file and its WAL to another folder";
                 refused(&format!("cannot open {name}: {why}"), error)
+            } else if [CODE_IO, CODE_FULL, CODE_BUSY].iter().any(|code| has_code(&error, *code)) {
+                refused(&format!("cannot open {name}"), error)
             } else {
                 refused(&format!("{name} is not an Orlop database"), error)
             });

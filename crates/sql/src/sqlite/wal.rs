@@ -3,9 +3,13 @@
 //! While a file grows, each sync also waits for the journal of the file system, and so for other writes to the disk
 //! (docs/adr/0001). Therefore the blocks of the file are allocated before the first write and are not freed. SQLite
 //! ignores the space after the last frame of the WAL.
+//!
+//! The index of the WAL, the shared-memory file, also has its space from the start on. Otherwise a full disk would make the
+//! space of the WAL useless: SQLite extends the index by 32 KiB for every 4,096 frames, and a start needs the index to read
+//! the WAL.
 
 use std::{
-    fs::OpenOptions,
+    fs::{File, OpenOptions},
     io,
     os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
@@ -21,13 +25,23 @@ use super::load::with_suffix;
 
 /// Usual maximum length of the file. When the WAL is longer than 32 MiB, a checkpoint blocks writes, so that SQLite can
 /// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
-const FILE_BYTES: u64 = 48 << 20;
+pub(super) const FILE_BYTES: u64 = 48 << 20;
 /// Free bytes that preallocation leaves on the disk. The server treats a disk with fewer than 4 MiB as full.
 pub(super) const MARGIN_BYTES: u64 = 16 << 20;
 /// Bytes per block of a file's metadata, whatever the file system.
 const BLOCK_BYTES: u64 = 512;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";
+/// Bytes of a frame of the WAL: a header and a page of 4 KiB.
+const FRAME_BYTES: u64 = 24 + 4_096;
+/// Bytes of a block of the index (<https://sqlite.org/walformat.html>).
+const INDEX_BLOCK_BYTES: u64 = 32 << 10;
+/// Frames of a block of the index. The header of the index takes the place of some frames of the first block.
+const INDEX_BLOCK_FRAMES: u64 = 4_096;
+const INDEX_HEADER_FRAMES: u64 = 34;
+/// Bytes of the index of a WAL of [`FILE_BYTES_MAX`].
+const INDEX_BYTES: u64 =
+    ((64_u64 << 20) / FRAME_BYTES + INDEX_HEADER_FRAMES).div_ceil(INDEX_BLOCK_FRAMES) * INDEX_BLOCK_BYTES;
 
 /// Bytes that are read and written at a time.
 const REWRITE_BYTES: usize = 1 << 20;
@@ -89,6 +103,39 @@ pub(super) fn preallocate(database: &Path) -> io::Result<()> {
     }
 }
 
+/// Opens the index of the WAL, after a connection has: the first connection of all processes truncates the file.
+///
+/// Do not close it before the last connection: that would release SQLite's locks on the file, because POSIX locks belong to
+/// a process and not to a descriptor.
+///
+/// # Errors
+///
+/// If the file cannot be opened.
+pub(super) fn open_index(database: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).open(with_suffix(database, "-shm"))
+}
+
+/// Allocates the index of the WAL at the length that it has with the longest WAL, if the file system supports it.
+///
+/// SQLite may use the file meanwhile: it maps a block at a time, extends the file only if it is shorter than that, and clears
+/// a block before its first entry. Do not make the file longer without its blocks, nor shorter: SQLite writes to the mapped
+/// memory, and the process would die of SIGBUS.
+///
+/// # Errors
+///
+/// If the disk is full. SQLite then extends the file itself.
+pub(super) fn preallocate_index(index: &File) -> io::Result<()> {
+    match fallocate(index, FallocateFlags::empty(), 0, INDEX_BYTES) {
+        Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns whether the WAL is longer than the space that [`preallocate`] allocates.
+pub(super) async fn is_long(database: &Path) -> bool {
+    length(&with_suffix(database, "-wal")).await > FILE_BYTES
+}
+
 /// Returns the bytes that this process may still write to the disk of a file.
 pub(super) fn free_bytes(file: &Path) -> io::Result<u64> {
     let disk = statvfs(file)?;
@@ -134,6 +181,14 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
+
+    #[test]
+    fn index_has_a_block_for_each_4096_frames() {
+        let frames_max: u64 = FILE_BYTES_MAX.parse::<u64>().expect("a number") / FRAME_BYTES;
+        let (first, others) = (INDEX_BLOCK_FRAMES - INDEX_HEADER_FRAMES, INDEX_BLOCK_FRAMES);
+        let frames = first + (INDEX_BYTES / INDEX_BLOCK_BYTES - 1) * others;
+        assert!((frames_max..frames_max + others).contains(&frames), "{frames} frames of {frames_max}");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn growth_counts_from_its_beginning() {
