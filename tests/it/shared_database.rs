@@ -112,7 +112,7 @@ async fn connection_that_was_closed_while_unused_is_replaced() {
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(put("before")).await.expect("a put");
     // The time after which a connection counts as unused.
-    sleep(Duration::from_secs(1)).await;
+    sleep(Duration::from_secs(10)).await;
     let of_writes = |what: &str| {
         let sql = format!(
             "SELECT {what} FROM pg_stat_activity \

@@ -147,7 +147,8 @@ async fn certificates_that_openssl_makes_by_default_are_served_or_refused_with_a
     let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
     let (own, ca, issued) = (authority.sign("server", 30), authority.certificate(), authority.sign_authority("b", 30));
     let (expired, old) = (authority.sign_authority("expired", -1), authority.sign_version_1("old"));
-    let (root, all) = (authority.root(), authority.bundle(&[&ca, &issued, &expired]));
+    let servers = authority.sign_server_authority("servers");
+    let (root, all) = (authority.root(), authority.bundle(&[&ca, &issued, &expired, &servers]));
     let list = authority.revoke(&ca);
     let revoking = ["--client-crl-file", text(&list)];
     let named = ["--client-cert-allowed-hostname", "localhost"];
@@ -158,6 +159,7 @@ async fn certificates_that_openssl_makes_by_default_are_served_or_refused_with_a
         (&root, &[], Some(&issued), Some("the client certificate is itself a CA (CA:TRUE)")),
         (&all, &revoking, Some(&issued), None),
         (&all, &[], Some(&expired), Some("Expired")),
+        (&all, &[], Some(&servers), Some("InvalidPurpose")),
         (&root, &[], old.as_ref(), Some("the client certificate is X.509 version 1")),
     ] {
         let Some(Certificate { cert, .. }) = certificate else { continue };

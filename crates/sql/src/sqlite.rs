@@ -305,7 +305,7 @@ impl Log for SqliteLog {
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
         // The space that the WAL still has is for deletes and compactions, without which none may become free.
-        if self.checkpointer.lacks_space() && append.changes.iter().any(|change| change.kv().is_some()) {
+        if self.checkpointer.wal_bytes_max().is_some() && append.changes.iter().any(|change| change.kv().is_some()) {
             return Err(Error::Full(format!("{}: {NOT_COPIED}", self.options.get_filename().display())));
         }
         let writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
@@ -427,7 +427,9 @@ impl SqliteLog {
     async fn delete(&self, rows: &[RowId]) -> Result<()> {
         let file = self.options.get_filename();
         // A deletion frees space only after a checkpoint, which needs the space that the WAL would grow into.
-        if self.checkpointer.lacks_space() && wal::is_long(file).await {
+        if let Some(bytes_max) = self.checkpointer.wal_bytes_max()
+            && wal::file_bytes(file).await > bytes_max
+        {
             return Err(Error::Unavailable(format!("{NOT_COPIED}; the disk is full")));
         }
         let (first, more): (Vec<RowId>, Vec<RowId>) = rows.iter().partition(|row| row.sub == 0);

@@ -99,6 +99,7 @@ impl Trusted {
         let (_, parsed) = parse_x509_certificate(&self.certificate).map_err(|_| CertificateError::BadEncoding)?;
         let usage = parsed.extended_key_usage();
         let is_for_clients = usage.is_ok_and(|usage| usage.is_none_or(|usage| usage.value.client_auth));
+        // webpki looks at the dates before it finds an authority, at the purpose only afterwards.
         if !parsed.validity().is_valid() {
             return Err(CertificateError::Expired.into());
         }

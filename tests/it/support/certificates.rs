@@ -54,6 +54,11 @@ impl Authority {
         self.issue(name, days, Some("basicConstraints=critical,CA:TRUE"))
     }
 
+    /// Like [`Authority::sign_authority`], for servers only.
+    pub fn sign_server_authority(&self, name: &str) -> Certificate {
+        self.issue(name, 30, Some("basicConstraints=critical,CA:TRUE\nextendedKeyUsage=serverAuth"))
+    }
+
     /// Creates a certificate of X.509 version 1, as openssl 3.0 does without extensions. Returns `None` if the
     /// machine's openssl does not.
     pub fn sign_version_1(&self, name: &str) -> Option<Certificate> {

@@ -53,6 +53,8 @@ pub(super) struct Command {
     pub(super) bytes: WaitingBytes,
     /// The time at which the request arrived.
     pub(super) since: Instant,
+    /// Whether values were read for it. It has memory then, which they use, and does not need it again.
+    pub(super) has_started: bool,
     pub(super) ticket: Ticket,
 }
 
@@ -101,7 +103,8 @@ impl WriteQueue {
         let bytes = WaitingBytes::new(request.bytes(), &self.waiting_bytes)?;
         let (ticket, reply) = oneshot::channel();
         let caller = caller.clone();
-        let command = Command { caller, request, bytes, since: Instant::now(), ticket: Ticket(ticket) };
+        let command =
+            Command { caller, request, bytes, since: Instant::now(), has_started: false, ticket: Ticket(ticket) };
         if let Err(refused) = self.commands.try_send(command) {
             return Err(match refused {
                 mpsc::error::TrySendError::Full(_) => Error::TooManyRequests,

@@ -195,10 +195,8 @@ impl Writer {
         }
         let mut batch = Batch::new(expected.head);
         let mut served: Served = Vec::with_capacity(self.pending.len());
-        // Whether values were read for the next request, which has started and does not wait for memory again.
-        let mut has_started = false;
         let mut bytes = 0;
-        while let Some(command) = self.pending.pop_front() {
+        while let Some(mut command) = self.pending.pop_front() {
             let is_full = batch.changes().len() >= BATCH_CHANGES_MAX || bytes >= BATCH_BYTES_MAX;
             let is_alone = command.request.is_alone();
             if (is_full || is_alone) && !served.is_empty() {
@@ -210,7 +208,7 @@ impl Writer {
                 served.push((command, Err(error)));
                 continue;
             }
-            if !std::mem::take(&mut has_started) && self.lacks_memory(&command.request) {
+            if !command.has_started && self.lacks_memory(&command.request) {
                 served.push((command, Err(Error::TooManyRequests)));
                 continue;
             }
@@ -227,8 +225,8 @@ impl Writer {
                 Err(Stop::NeedsValues(_)) if command.ticket.is_abandoned() => {}
                 Err(Stop::NeedsValues(rows)) => match self.fetch(rows, expected).await {
                     Ok(true) => {
+                        command.has_started = true;
                         self.pending.push_front(command);
-                        has_started = true;
                     }
                     Ok(false) => {
                         self.pending.push_front(command);

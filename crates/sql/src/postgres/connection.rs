@@ -56,8 +56,8 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since Postgres 17). Connections
 /// may be unused for long: the server does not close them, and its keepalives prevent firewalls and load balancers from
 /// forgetting them. A plan that was made while a table was small and is kept would read the whole table once it is large, so
-/// plans use indexes; the cost of one that cannot would start the JIT compiler. Large values are compressed with lz4 if the server has it and nobody has chosen otherwise, because
-/// Postgres' default takes two to six times as long (docs/adr/0015).
+/// plans use indexes; the cost of one that cannot would start the JIT compiler. Large values are compressed with lz4 if the
+/// server has it and nobody has chosen otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
 pub(super) const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
     SET statement_timeout = '10s'; \

@@ -14,7 +14,7 @@ use super::{
 };
 
 /// Time without use after which a connection must answer before it is used: a pooler or an administrator may have closed it.
-const UNUSED_MAX: Duration = Duration::from_secs(1);
+const UNUSED_MAX: Duration = Duration::from_secs(10);
 /// Maximum time for this answer.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 

@@ -64,8 +64,9 @@ pub(super) async fn vacuum(database: &Database) -> Result<()> {
     // A separate connection, because a vacuum takes time in proportion to the size of the tables.
     let Found { mut connection, generation, .. } = database.find().await.map_err(unavailable)?;
     let set_up = async {
-        // Another vacuum of a table is waited for; meanwhile reads and writes continue.
-        sqlx::raw_sql("SET statement_timeout = 0; SET lock_timeout = 0").execute(&mut connection).await?;
+        // Another vacuum of a table is waited for; meanwhile reads and writes continue. Postgres goes on waiting for a client
+        // that has gone.
+        sqlx::raw_sql("SET statement_timeout = 0; SET lock_timeout = '10min'").execute(&mut connection).await?;
         let process: i32 = sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut connection).await?;
         let refused: Option<(String, String, String)> =
             sqlx::query_as(NOT_PERMITTED).fetch_optional(&mut connection).await?;

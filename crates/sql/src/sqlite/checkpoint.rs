@@ -17,10 +17,10 @@
 use std::{
     fs::File,
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -55,6 +55,8 @@ const COMMIT_BYTES: usize = 8 << 10;
 const WAL_PAGES_MAX: i64 = 8_192;
 /// Maximum time between two checkpoints if the WAL grows slowly.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
+/// The same while the disk is full, because puts wait for the next one.
+const FULL_INTERVAL: Duration = Duration::from_secs(1);
 const SYNC_FAILED: &str = "cannot sync the database file; see the kernel log. The process exits, because the kernel may have \
                            discarded pages: the next start writes them again from the WAL";
 
@@ -68,8 +70,8 @@ struct Shared {
     pending_bytes: AtomicUsize,
     wake: Notify,
     stop: Notify,
-    /// Whether the last checkpoint failed because the disk is full.
-    lacks_space: AtomicBool,
+    /// While checkpoints fail because the disk is full, the length that the WAL may have; otherwise 0.
+    wal_bytes_max: AtomicU64,
     /// To sync the database file; `None` if nothing is synced. It must not be closed before the connections that write:
     /// that would release the locks that they have on the file, because POSIX locks belong to a process and not to a
     /// descriptor.
@@ -103,11 +105,11 @@ impl Checkpointer {
             pending_bytes: AtomicUsize::new(0),
             wake: Notify::new(),
             stop: Notify::new(),
-            lacks_space: AtomicBool::new(false),
+            wal_bytes_max: AtomicU64::new(0),
             database,
             _index: index,
         });
-        let task = vital("the checkpointer", run(Arc::clone(&shared), writer, connection));
+        let task = vital("the checkpointer", run(Arc::clone(&shared), writer, connection, file.to_owned()));
         Ok(Self { shared, task: Mutex::new(Some(task)) })
     }
 
@@ -120,9 +122,10 @@ impl Checkpointer {
         self.add(COMMIT_BYTES + rows * ROW_BYTES);
     }
 
-    /// Returns whether the last checkpoint failed because the disk is full.
-    pub(super) fn lacks_space(&self) -> bool {
-        self.shared.lacks_space.load(Ordering::Relaxed)
+    /// Returns the length that the WAL may have while checkpoints fail because the disk is full. Space that becomes free is
+    /// for the checkpoint.
+    pub(super) fn wal_bytes_max(&self) -> Option<u64> {
+        Some(self.shared.wal_bytes_max.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
     }
 
     fn add(&self, bytes: usize) {
@@ -143,12 +146,13 @@ impl Checkpointer {
 }
 
 // The parameters are dropped in reverse order: the connection before the descriptor of its file in `shared`.
-async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteConnection) {
+async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteConnection, file: PathBuf) {
     let mut stopping = false;
+    let mut interval = IDLE_INTERVAL;
     while !stopping {
         tokio::select! {
             () = shared.wake.notified() => {}
-            () = tokio::time::sleep(IDLE_INTERVAL) => {}
+            () = tokio::time::sleep(interval) => {}
             () = shared.stop.notified() => stopping = true,
         }
         if shared.pending_bytes.swap(0, Ordering::Relaxed) == 0 {
@@ -156,7 +160,8 @@ async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteCon
         }
         let done = checkpoint(&mut connection, &writer, &shared).await;
         let lacks_space = done.as_ref().is_err_and(|error| has_code(error, CODE_FULL));
-        shared.lacks_space.store(lacks_space, Ordering::Relaxed);
+        shared.note_space(lacks_space, &file).await;
+        interval = if lacks_space { FULL_INTERVAL } else { IDLE_INTERVAL };
         if let Err(error) = done {
             warn!(%error, "checkpoint failed; trying again");
             shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
@@ -164,6 +169,19 @@ async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteCon
     }
     if let Err(error) = connection.close().await {
         warn!(%error, "cannot close the connection for checkpoints");
+    }
+}
+
+impl Shared {
+    /// Records whether a checkpoint lacked space. The WAL may have the length that it has at the first such checkpoint: its
+    /// file stays long after a long read.
+    async fn note_space(&self, lacks_space: bool, file: &Path) {
+        if !lacks_space {
+            self.wal_bytes_max.store(0, Ordering::Relaxed);
+        } else if self.wal_bytes_max.load(Ordering::Relaxed) == 0 {
+            let bytes = wal::file_bytes(file).await.max(wal::FILE_BYTES);
+            self.wal_bytes_max.store(bytes, Ordering::Relaxed);
+        }
     }
 }
 
@@ -207,9 +225,10 @@ mod tests {
     #[tokio::test]
     async fn puts_leave_the_space_of_the_wal_to_deletes_if_a_checkpoint_lacks_space() {
         let folder = tempfile::tempdir().expect("a folder");
-        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let file = folder.path().join("orlop.db");
+        let log = SqliteLog::open(&file).await.expect("a database");
         let expected = log.meta().await.expect("facts").position;
-        log.checkpointer.shared.lacks_space.store(true, Ordering::Relaxed);
+        log.checkpointer.shared.note_space(true, &file).await;
         let row = RowId::new(Revision(expected.head.0 + 1), 0);
         let (key, create_revision, lease) = (Key::from(b"k".to_vec()), row.revision, None);
         let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, b"v", lease);
@@ -229,12 +248,19 @@ mod tests {
         let file = folder.path().join("orlop.db");
         let log = SqliteLog::open(&file).await.expect("a database");
         let wal_file = OpenOptions::new().write(true).open(with_suffix(&file, "-wal")).expect("a WAL");
-        // The first row before a checkpoint could succeed: nothing was written yet.
-        for (lacks_space, grown, is_done) in [(true, 1, false), (true, 0, true), (false, 1, true)] {
-            log.checkpointer.shared.lacks_space.store(lacks_space, Ordering::Relaxed);
-            wal_file.set_len(wal::FILE_BYTES + grown).expect("a length");
-            let done = log.reclaim(Reclaim::Rows { rows: &[], compacted: Revision(1), server: 0 }).await;
-            assert_eq!(done.is_ok(), is_done, "{lacks_space}, {grown}: {done:?}");
+        let reclaim = async || log.reclaim(Reclaim::Rows { rows: &[], compacted: Revision(1), server: 0 }).await;
+        // The lengths of the WAL at the first checkpoint that fails, and at the deletion. No checkpoint has anything to do.
+        for (at_failure, now, is_done) in [(0, 0, true), (0, 1, false), (9, 9, true), (9, 10, false)] {
+            let set_length = |bytes| wal_file.set_len(wal::FILE_BYTES + bytes).expect("a length");
+            set_length(at_failure);
+            log.checkpointer.shared.note_space(true, &file).await;
+            set_length(now);
+            // The first length counts.
+            log.checkpointer.shared.note_space(true, &file).await;
+            let done = reclaim().await;
+            assert_eq!(done.is_ok(), is_done, "{at_failure}, {now}: {done:?}");
+            log.checkpointer.shared.note_space(false, &file).await;
+            reclaim().await.expect("there is space");
         }
     }
 }

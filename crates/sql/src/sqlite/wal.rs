@@ -131,9 +131,9 @@ pub(super) fn preallocate_index(index: &File) -> io::Result<()> {
     }
 }
 
-/// Returns whether the WAL is longer than the space that [`preallocate`] allocates.
-pub(super) async fn is_long(database: &Path) -> bool {
-    length(&with_suffix(database, "-wal")).await > FILE_BYTES
+/// Returns the length of the WAL of a database; 0 if it cannot be looked at.
+pub(super) async fn file_bytes(database: &Path) -> u64 {
+    length(&with_suffix(database, "-wal")).await
 }
 
 /// Returns the bytes that this process may still write to the disk of a file.

@@ -27,6 +27,19 @@ fn put(key: &'static str) -> Request {
     Request::Put(PutRequest { key: key.into(), value, lease: PutLease::Set(None), prev_kv: false })
 }
 
+/// Lists keys.
+fn keys() -> RangeRequest {
+    RangeRequest {
+        range: KeyRange::from_wire(b"k", b"l"),
+        at: ReadAt::Latest,
+        limit: None,
+        sort: None,
+        filter: Default::default(),
+        projection: Projection::KeysOnly,
+        consistency: Consistency::Linearizable,
+    }
+}
+
 /// The writer does not run, so every accepted request waits.
 #[tokio::test]
 async fn full_queue_rejects_requests_until_it_is_drained() {
@@ -62,18 +75,9 @@ async fn transaction_that_lists_keys_is_refused_only_while_earlier_lists_hold_th
     let shared = Arc::new(Shared { read_memory: ReadMemory::with_limit(10), ..shared(0) });
     let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
     let list = || {
-        let keys = RangeRequest {
-            range: KeyRange::from_wire(b"k", b"l"),
-            at: ReadAt::Latest,
-            limit: None,
-            sort: None,
-            filter: Default::default(),
-            projection: Projection::KeysOnly,
-            consistency: Consistency::Linearizable,
-        };
         // Its value, which is read from the log, already takes more than the memory of lists.
-        let value = RangeRequest { projection: Projection::Full, ..keys.clone() };
-        let success = vec![Op::Range(keys), Op::Range(value)];
+        let value = RangeRequest { projection: Projection::Full, ..keys() };
+        let success = vec![Op::Range(keys()), Op::Range(value)];
         let nested = TxnRequest { compares: vec![], success, failure: vec![] };
         let Request::Put(put) = put("other") else { unreachable!("it is a put") };
         let success = vec![Op::Put(put), Op::Txn(nested)];
@@ -158,9 +162,11 @@ struct Contended {
 }
 
 impl Contended {
-    fn new() -> Self {
+    /// With memory for lists up to `list_bytes`.
+    fn new(list_bytes: usize) -> Self {
         let log = Arc::new(MemoryLog::with_yielding_values());
-        Self { shared: Arc::new(Shared { log: Arc::clone(&log) as _, ..shared(0) }), log }
+        let read_memory = ReadMemory::with_limit(list_bytes);
+        Self { shared: Arc::new(Shared { log: Arc::clone(&log) as _, read_memory, ..shared(0) }), log }
     }
 
     fn start(&self) -> (Writer, WriteQueue) {
@@ -194,34 +200,39 @@ impl Contended {
     }
 }
 
+/// The values of the transaction alone take more than the memory of lists.
 #[tokio::test]
-async fn request_that_reads_values_ends_while_another_instance_writes() {
+async fn requests_that_read_values_end_while_another_instance_writes() {
     const KEYS: usize = 20;
-    let contended = Contended::new();
+    let contended = Contended::new(10);
     let (writer, queue) = contended.start();
+    let values = RangeRequest { projection: Projection::Full, ..keys() };
+    let Request::Put(written) = put("written") else { unreachable!("it is a put") };
+    let success = vec![Op::Range(keys()), Op::Range(values), Op::Put(written)];
+    let txn = TxnRequest { compares: vec![], success, failure: vec![] };
+    let delete = DeleteRequest { range: keys().range, prev_kv: true };
     let client = async {
         for key in 0..KEYS {
             let value = PutValue::New("v".into());
             let put = PutRequest { key: format!("k{key}").into(), value, lease: PutLease::Set(None), prev_kv: false };
             queue.submit(&Caller::Server, Request::Put(put)).await.unwrap();
         }
-        let range = KeyRange::from_wire(b"k", b"l");
-        let delete = queue.submit(&Caller::Server, Request::Delete(DeleteRequest { range, prev_kv: true }));
-        let deleted = tokio::select! {
-            deleted = delete => deleted,
-            () = contended.write_often() => panic!("it does not end"),
-        };
-        let Ok(Outcome::Delete(response)) = deleted else { panic!("the keys are deleted") };
-        assert_eq!(response.deleted, KEYS);
+        for (request, read) in [(Request::Txn(txn), KEYS), (Request::Delete(delete), 2 * KEYS)] {
+            let done = tokio::select! {
+                done = queue.submit(&Caller::Server, request) => done,
+                () = contended.write_often() => panic!("it does not end"),
+            };
+            done.expect("it is done");
+            assert_eq!(contended.log.values_read(), read, "each value is read once");
+        }
         queue.close();
     };
     tokio::join!(writer.run(), client);
-    assert_eq!(contended.log.values_read(), KEYS, "each value is read once");
 }
 
 #[tokio::test]
 async fn pairs_for_watches_are_read_once_although_a_race_is_lost() {
-    let contended = Contended::new();
+    let contended = Contended::new(1 << 20);
     let (writer, queue) = contended.start();
     let (hub, log) = (Arc::clone(&contended.shared.hub), Arc::clone(&contended.log));
     let outbox = Arc::new(hub.outbox());
