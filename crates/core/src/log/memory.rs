@@ -12,7 +12,8 @@ use tokio::{task::yield_now, time::sleep};
 
 use super::{
     Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, History, LeaseChange,
-    Log, LoggedLease, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size, Visit, WithPrev,
+    LeaseScope, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size,
+    Touch, Visit, WithPrev,
 };
 use crate::{
     sync::Mutex,
@@ -31,6 +32,7 @@ pub struct MemoryLog(Mutex<State>);
 #[derive(Clone, Default)]
 struct State {
     append_time: Duration,
+    is_shared: bool,
     /// Whether reads of values yield, as [`History::changes`] does.
     values_yield: bool,
     /// Number of pages of [`History::changes`] that were read.
@@ -49,6 +51,11 @@ impl MemoryLog {
     /// Returns an empty log, an append to which takes `append_time`.
     pub fn with_append_time(append_time: Duration) -> Self {
         Self(Mutex::new(State { append_time, ..State::default() }))
+    }
+
+    /// Returns an empty log that other instances may use as well.
+    pub fn shared_with_others() -> Self {
+        Self(Mutex::new(State { is_shared: true, ..State::default() }))
     }
 
     /// Returns an empty log whose reads of values yield, so that a test can run other operations in between.
@@ -225,6 +232,39 @@ impl Log for MemoryLog {
     async fn close(&self, _: &[LoggedLease]) {}
 
     fn shared(&self) -> Option<&dyn SharedLog> {
-        None
+        if self.0.lock().is_shared { Some(self) } else { None }
+    }
+}
+
+/// Every lease has its full TTL.
+#[async_trait]
+impl SharedLog for MemoryLog {
+    async fn position(&self) -> Result<Position> {
+        Ok(self.meta().await?.position)
+    }
+
+    async fn meta_since(&self, _: Position) -> Result<(Meta, LeaseScope)> {
+        Ok((self.meta().await?, LeaseScope::All))
+    }
+
+    async fn wait_for_append(&self, _: Revision) -> Option<Revision> {
+        std::future::pending().await
+    }
+
+    async fn lock_appends(&self) -> Result<()> {
+        Ok(())
+    }
+
+    async fn leases(&self, ids: &[LeaseId], _: Touch) -> Result<Vec<LoggedLease>> {
+        let state = self.0.lock();
+        let logged = |id: &LeaseId| {
+            let ttl_secs = *state.leases.get(id)?;
+            Some(LoggedLease { id: *id, ttl_secs, left_secs: Some(ttl_secs as f64) })
+        };
+        Ok(ids.iter().filter_map(logged).collect())
+    }
+
+    async fn beat(&self) -> Result<Vec<Member>> {
+        Ok(Vec::new())
     }
 }

@@ -133,3 +133,59 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        auth::{AuthChange, AuthState},
+        log::{Alarm, AlarmChange, AlarmKind, Cause, LeaseScope, LoggedLease},
+        store::{batch::AuthUpdate, fixtures::shared},
+        types::{ChangeKind, EncodedKv, Key, LeaseId, RowId, Version},
+    };
+
+    /// A task that follows the log has read them, and later changes of other instances, before the writer applies them.
+    #[tokio::test]
+    async fn own_changes_that_were_read_from_the_log_are_not_applied_again() {
+        const ID: LeaseId = LeaseId(7);
+        let shared = shared(0);
+        let mut meta = shared.log.meta().await.unwrap();
+
+        let expected = shared.position();
+        let mut batch = Batch::new(expected.head);
+        batch.push_lease(LeaseChange::Grant { id: ID, ttl_secs: 600 });
+        let savepoint = batch.savepoint();
+        let row: RowId = batch.next_row(savepoint);
+        let (create_revision, lease) = (row.revision, Some(ID));
+        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, b"", lease);
+        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        batch.push(Change { row, key: Key::from(&b"k"[..]), kind, prev: None, prev_lease: None });
+        batch.seal(savepoint);
+        meta.position.epoch = 1;
+        meta.leases = vec![LoggedLease { id: ID, ttl_secs: 600, left_secs: None }];
+        shared.update_leases(&meta, &LeaseScope::All, None);
+        shared.apply_logged(batch.changes(), batch.head());
+        shared.apply_batch(&batch, expected, Instant::now());
+        assert_eq!(shared.leases.lock().keys(ID).len(), 1, "the key ends with its lease");
+
+        let expected = shared.position();
+        let mut batch = Batch::new(expected.head);
+        let alarm = Alarm { member_id: 1, kind: AlarmKind::NoSpace };
+        batch.set_alarm(AlarmChange::Raise { alarm, cause: Cause::Client });
+        // Another instance has cleared it.
+        meta.position.epoch = 3;
+        shared.update_leases(&meta, &LeaseScope::All, None);
+        shared.apply_batch(&batch, expected, Instant::now());
+        assert!(shared.space.alarms.lock().is_empty());
+
+        let expected = shared.position();
+        let mut batch = Batch::new(expected.head);
+        batch.set_auth(AuthUpdate { change: AuthChange::Disable, state: AuthState::default() });
+        // Another instance has changed users since.
+        meta.position.epoch = 5;
+        let newest = AuthState { revision: 9, ..AuthState::default() };
+        shared.update_leases(&meta, &LeaseScope::All, Some(newest.clone()));
+        shared.apply_batch(&batch, expected, Instant::now());
+        assert_eq!(shared.authority.get().state(), &newest);
+    }
+}

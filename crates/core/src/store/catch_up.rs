@@ -10,6 +10,9 @@
 //! log is compared with the changes that were applied last. If it is shorter or different, this instance stops, so that
 //! clients never see two histories.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     collections::HashMap,
     sync::{Arc, atomic::Ordering},
@@ -431,52 +434,4 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, stop: watc
         }
     };
     until_stopped(stop, work).await;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::types::{EncodedKv, Key, Prev, Version};
-
-    fn change(row: RowId, key: &str, version: i64, prev: Option<RowId>) -> Change {
-        let create_revision = Revision(15);
-        let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version }, b"value", None);
-        let kind = match version {
-            0 => ChangeKind::Delete,
-            _ => ChangeKind::Put { kv, create_revision, version, lease: None },
-        };
-        let prev = prev.map(|row| Prev { row, kv: None });
-        Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None }
-    }
-
-    #[test]
-    fn changes_of_a_transaction_have_the_row_before_it_as_the_previous_one() {
-        let row = |revision, sub| RowId::new(Revision(revision), sub);
-        let mut index = TreeIndex::new();
-        for (sub, key) in [(0, "a"), (1, "k")] {
-            index.apply(&change(row(15, sub), key, 1, None));
-        }
-        // The log only has the revision of the previous row.
-        let logged = Some(row(15, 0));
-        let mut changes = [
-            change(row(16, 0), "k", 2, logged),
-            change(row(16, 1), "k", 0, logged),
-            change(row(17, 0), "a", 2, logged),
-        ];
-        complete_prev(&index, &mut changes);
-        let rows = changes.map(|change| change.prev.map(|prev| prev.row));
-        assert_eq!(rows, [Some(row(15, 1)), Some(row(15, 1)), Some(row(15, 0))]);
-    }
-
-    #[tokio::test]
-    async fn changes_of_a_replaced_server_are_not_applied() {
-        let shared = crate::store::fixtures::shared(0);
-        let others = || vec![change(RowId::new(Revision(2), 0), "k", 1, None)];
-        // Another server was accepted after the append on server 1.
-        let refused = shared.apply_others(others(), Revision(2), 1).await.map(drop);
-        assert!(matches!(refused, Err(Error::OutcomeUnknown(_))), "{refused:?}");
-        assert_eq!(shared.index.read().head(), Revision::EMPTY);
-        shared.apply_others(others(), Revision(2), 0).await.map(drop).expect("the same server");
-        assert_eq!(shared.index.read().head(), Revision(2));
-    }
 }

@@ -1,8 +1,8 @@
 //! The state of the log if a compaction is interrupted.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::{
     compactor::{CompactionRate, PurgeOwner, compact, purge, read_garbage},
@@ -79,6 +79,32 @@ async fn rows_that_a_failover_brought_back_do_not_revive_keys() {
     let replayed = replay(&*shared.log).await.unwrap();
     let live: Vec<Key> = replayed.index.range(.., Revision(5)).map(|(key, _)| key.clone()).collect();
     assert_eq!((live, replayed.rows), (vec![Key::from(&b"z"[..])], 1));
+}
+
+/// The new primary has not received the first deletion, which was made a moment before.
+#[tokio::test(start_paused = true)]
+async fn deletion_begins_again_on_another_server() {
+    let shared = shared(0);
+    let changes = created_and_deleted(9);
+    let head = changes.last().expect("changes").row.revision;
+    let append = Append { compact: Some(head), ..Append::rows(Revision::EMPTY, &changes) };
+    assert_eq!(shared.log.append(append).await.unwrap(), Appended::Done);
+    shared.apply_logged(&changes, head);
+    shared.note_compaction(head);
+    let mut garbage = Vec::new();
+    while shared.index.write().compact_step(&mut CompactionCursor::default(), usize::MAX, &mut garbage) {}
+    let first = changes[0].row;
+    let failover = async {
+        // In the pause after the first transaction.
+        sleep(Duration::from_millis(1)).await;
+        assert!(shared.log.values(&[first]).await.unwrap().is_empty(), "the first row is deleted");
+        assert_eq!(shared.log.append(Append::rows(head, &changes[..1])).await.unwrap(), Appended::Done);
+        shared.replication.server.store(1, Ordering::Relaxed);
+    };
+    let rate = CompactionRate { rows: 4, ..CompactionRate::default() };
+    tokio::join!(purge(&shared, rate, &mut garbage, head, PurgeOwner::ThisInstance), failover);
+    assert!(shared.log.values(&[first]).await.unwrap().is_empty(), "it is deleted on the other server, too");
+    assert_eq!(*shared.purged_on.lock(), Some(1));
 }
 
 #[tokio::test]

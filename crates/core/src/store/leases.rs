@@ -307,7 +307,11 @@ mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{store::fixtures::shared, types::Key};
+    use crate::{
+        log::{Append, Appended, History as _, Log as _, memory::MemoryLog},
+        store::{batch::Batch, fixtures::shared},
+        types::Key,
+    };
 
     const ID: LeaseId = LeaseId(7);
 
@@ -320,6 +324,37 @@ mod tests {
         keys.iter().for_each(|key| leases.attach(ID, Key::from(key.as_bytes())));
         drop(leases);
         (shared, keys)
+    }
+
+    /// Returns a store on a log that other instances may use, and the log.
+    fn shared_with_others() -> (Shared, std::sync::Arc<MemoryLog>) {
+        let log = std::sync::Arc::new(MemoryLog::shared_with_others());
+        (Shared { log: std::sync::Arc::clone(&log) as _, ..shared(0) }, log)
+    }
+
+    /// The writer grants a lease while another task reads the state of the log.
+    #[tokio::test]
+    async fn state_from_before_an_own_change_does_not_undo_it() {
+        let (shared, log) = shared_with_others();
+        let before = log.meta().await.unwrap();
+        let mut batch = Batch::new(Revision::EMPTY);
+        batch.push_lease(LeaseChange::Grant { id: ID, ttl_secs: 600 });
+        shared.apply_batch(&batch, shared.position(), Instant::now());
+        shared.update_leases(&before, &LeaseScope::All, None);
+        assert!(shared.leases.lock().contains(ID));
+    }
+
+    /// Otherwise the writer would try to expire it again and again, and serve nothing else.
+    #[tokio::test]
+    async fn lease_whose_expiry_the_log_refused_gets_its_deadline_from_the_log() {
+        let (shared, log) = shared_with_others();
+        let grant = [LeaseChange::Grant { id: ID, ttl_secs: 600 }];
+        let append = Append { leases: &grant, ..Append::rows(Revision::EMPTY, &[]) };
+        assert_eq!(log.append(append).await.unwrap(), Appended::Done);
+        shared.leases.lock().grant(ID, 0, Instant::now());
+        assert!(shared.leases.lock().is_expired(ID, Instant::now()));
+        shared.refresh_expired_leases(&[LeaseChange::Expire { id: ID }]).await;
+        assert!(!shared.leases.lock().is_expired(ID, Instant::now()), "another instance has renewed it");
     }
 
     #[tokio::test]

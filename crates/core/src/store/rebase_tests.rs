@@ -11,8 +11,8 @@ use super::{
     generators::{self, anchored, requests},
     rebase::{self, RightsCheck},
     request::{
-        Compare, CompareTarget, Consistency, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, Relation,
-        RevisionFilter, TxnRequest,
+        Compare, CompareTarget, Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue,
+        RangeRequest, Relation, RevisionFilter, TxnRequest,
     },
     shared::Shared,
     txn::{Evaluation, Fetched, Stop},
@@ -149,6 +149,19 @@ fn range(at: ReadAt, mod_max: Option<Revision>) -> Request {
     };
     let nested = TxnRequest { compares: Vec::new(), success: vec![Op::Range(range)], failure: Vec::new() };
     Request::Txn(TxnRequest { compares: Vec::new(), success: vec![], failure: vec![Op::Txn(nested)] })
+}
+
+#[test]
+fn previous_pair_that_the_batch_wrote_moves_with_it() {
+    let shared = shared(CACHE_BYTES);
+    let put = PutRequest { value: PutValue::New("v".into()), ..put(None) };
+    let delete = DeleteRequest { range: KeyRange::from_wire(b"k", b""), prev_kv: true };
+    let (batch, mut served) = evaluate_all(&shared, vec![Request::Put(put), Request::Delete(delete)]);
+    let Ok(outcome) = &mut served[1].1 else { panic!("the key is deleted") };
+    rebase::outcome(Rebase { base: batch.base(), by: 5 }, outcome);
+    let Outcome::Delete(response) = outcome else { panic!("a delete has the response of a delete") };
+    let revisions: Vec<Revision> = response.prev_kvs.iter().map(|kv| kv.mod_revision()).collect();
+    assert_eq!((revisions, response.revision), (vec![Revision(7)], Revision(8)));
 }
 
 #[test]

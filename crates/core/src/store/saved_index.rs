@@ -281,3 +281,31 @@ async fn save(shared: &Shared, step_keys: usize, pace: Pace) -> log::Result<Opti
     info!(keys = state.keys, revision = state.head.0, elapsed_ms = began.elapsed().as_millis(), "index saved");
     Ok(Some(Unread::after_save(state, read_at)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        store::fixtures::shared,
+        types::{RowId, Superseded},
+    };
+
+    /// A start with a saved index does not find the rows that the index no longer has, so they would never be deleted.
+    #[test]
+    fn index_is_saved_only_if_no_compacted_row_is_left() {
+        let shared = shared(0);
+        let server = shared.position().server;
+        assert!(!may_save(&shared, server), "rows that the start found may be left");
+        *shared.purged_on.lock() = Some(server);
+        assert!(may_save(&shared, server));
+        assert!(!may_save(&shared, server + 1), "another server may have lost deletions");
+        let left = Superseded { row: RowId::new(Revision(2), 0), end: Revision(3) };
+        shared.rows_left_to_others.lock().push(left);
+        assert!(!may_save(&shared, server), "another instance may have to delete a row");
+        shared.rows_left_to_others.lock().clear();
+        shared.note_compaction(Revision(5));
+        assert!(!may_save(&shared, server), "the compaction has not finished");
+        shared.compaction_done.send_replace(Some(Revision(5)));
+        assert!(may_save(&shared, server));
+    }
+}

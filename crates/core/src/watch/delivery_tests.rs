@@ -14,7 +14,7 @@ mod world;
 
 use std::sync::Arc;
 
-use futures_util::{FutureExt as _, StreamExt as _};
+use futures_util::{FutureExt as _, StreamExt as _, future::join};
 use proptest::{collection::vec, prelude::*};
 
 use self::{
@@ -166,6 +166,73 @@ async fn watch_ends_as_compacted_if_another_instance_deleted_its_rows() {
         }
         assert_eq!(compacted, is_compacted.then_some(Revision(5)), "from {start}");
     }
+}
+
+/// A watch that accepts fragments reads several pages at a time, and another instance compacts after the first of them.
+#[tokio::test]
+async fn watch_ends_as_compacted_if_rows_are_deleted_between_two_pages() {
+    let store = TestStore::new(Lookup::Nothing);
+    let TestStore { log, hub, .. } = &store;
+    let mut history = History::default();
+    for _ in 0..20 {
+        store.publish(history.commit(&[vec![(0, true)]], true)).await;
+    }
+    let outbox = Arc::new(hub.outbox());
+    let mut messages = Messages::new(Arc::clone(&outbox));
+    let mut session = Session::new(Arc::clone(hub), log.clone() as Arc<dyn Log>, outbox);
+    session.create(Spec {
+        id: None,
+        range: KeyRange::all(),
+        start: Some(Revision(2)),
+        flavor: ALL_EVENTS,
+        fragment: Some(1 << 20),
+        progress_notify: false,
+    });
+    let compact = async {
+        while log.pages() == 0 {
+            tokio::task::yield_now().await;
+        }
+        let rows: Vec<RowId> = (2..12).map(|revision| RowId::new(Revision(revision), 0)).collect();
+        log.reclaim(Reclaim::Rows { rows: &rows, compacted: Revision(12), server: 0 }).await.unwrap();
+    };
+    // Polls the session first, always.
+    join(session.advance(), compact).await.0.unwrap();
+    assert_eq!(log.pages(), 2, "the second page was read after the deletion");
+    let mut received = Vec::new();
+    while let Some(Some(message)) = messages.next().now_or_never() {
+        received.push(message.unwrap());
+    }
+    let compacted = Revision(12);
+    assert!(
+        matches!(&received[..], [Message::Created { .. }, Message::Compacted { compact_revision, .. }] if *compact_revision == compacted),
+        "{received:?}"
+    );
+}
+
+/// Otherwise the hub would queue events for it forever.
+#[tokio::test]
+async fn stream_that_ends_leaves_no_watch_behind() {
+    let store = TestStore::new(Lookup::Nothing);
+    let mut history = History::default();
+    for _ in 0..2 {
+        store.publish(history.commit(&[vec![(0, true)]], true)).await;
+    }
+    let outbox = Arc::new(store.hub.outbox());
+    let log = Arc::clone(&store.log) as Arc<dyn Log>;
+    let mut session = Session::new(Arc::clone(&store.hub), log, Arc::clone(&outbox));
+    // Synced, behind and waiting.
+    for start in [None, Some(2), Some(99)] {
+        session.create(Spec {
+            id: None,
+            range: KeyRange::all(),
+            start: start.map(Revision),
+            flavor: ALL_EVENTS,
+            fragment: None,
+            progress_notify: false,
+        });
+    }
+    drop(session);
+    assert_eq!((Arc::strong_count(&outbox), Arc::weak_count(&outbox)), (1, 0));
 }
 
 /// Clients resume their watches from old revisions after a restart, and most of the keys have not changed since.

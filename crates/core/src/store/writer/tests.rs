@@ -1,12 +1,12 @@
 //! Tests of the writer over a log in memory.
 
-use futures_util::FutureExt as _;
+use futures_util::{FutureExt as _, future::join};
 
 use super::*;
 use crate::{
     auth::Caller,
     index::ReadAt,
-    log::{Append, Appended, Log as _, memory::MemoryLog},
+    log::{Append, Appended, Log as _, Reclaim, memory::MemoryLog},
     overload::ReadMemory,
     store::{
         fixtures::shared,
@@ -14,7 +14,7 @@ use crate::{
             Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, TxnRequest,
         },
     },
-    types::KeyRange,
+    types::{ChangeKind, EncodedKv, Key, KeyRange, Revision, Version},
     watch::{Flavor, Session, Spec},
 };
 
@@ -68,6 +68,31 @@ async fn request_that_needs_values_is_dropped_when_its_client_has_left() {
         queue.close();
     };
     tokio::join!(writer.run(), client);
+}
+
+/// Otherwise a put that keeps a value would replace it by an empty one.
+#[tokio::test]
+async fn value_that_the_log_lacks_is_not_taken_for_an_empty_one() {
+    let shared = Arc::new(shared(0));
+    let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+    let client = async {
+        queue.submit(&Caller::Server, put("k")).await.unwrap();
+        let rows = [RowId::new(Revision(2), 0)];
+        shared.log.reclaim(Reclaim::Rows { rows: &rows, compacted: Revision::EMPTY, server: 0 }).await.unwrap();
+        let Request::Put(put) = put("k") else { unreachable!("it is a put") };
+        let range = KeyRange::from_wire(b"k", b"");
+        for request in [
+            Request::Put(PutRequest { value: PutValue::Keep, ..put.clone() }),
+            Request::Put(PutRequest { prev_kv: true, ..put }),
+            Request::Delete(DeleteRequest { range, prev_kv: true }),
+        ] {
+            let outcome = queue.submit(&Caller::Server, request).await;
+            assert!(matches!(outcome, Err(Error::Corrupt)), "{outcome:?}");
+        }
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
+    assert_eq!(shared.index.read().head(), Revision(2));
 }
 
 #[tokio::test]
@@ -252,4 +277,39 @@ async fn pairs_for_watches_are_read_once_although_a_race_is_lost() {
     tokio::join!(writer.run(), client);
     assert_eq!(contended.shared.metrics.store.raced.get(), 1);
     assert_eq!(contended.log.values_read(), 1);
+}
+
+/// Another instance has acknowledged a put after this one read the log, and before a client sends its request.
+#[tokio::test]
+async fn request_that_arrives_during_a_read_of_the_log_sees_what_was_acknowledged_before() {
+    let log = Arc::new(MemoryLog::shared_with_others());
+    let shared = Arc::new(Shared { log: Arc::clone(&log) as _, ..shared(0) });
+    let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+    let append = async |revision: i64, key: &str| {
+        let row = RowId::new(Revision(revision), 0);
+        let create_revision = row.revision;
+        let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version: 1 }, b"", None);
+        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease: None };
+        let change = Change { row, key: Key::from(key.as_bytes()), kind, prev: None, prev_lease: None };
+        let appended = log.append(Append::rows(row.revision.prev(), &[change])).await;
+        assert_eq!(appended.ok(), Some(Appended::Done));
+    };
+    append(2, "other").await;
+    let first = async { queue.submit(&Caller::Server, delete()).await.unwrap() };
+    let second = async {
+        while log.pages() == 0 {
+            yield_now().await;
+        }
+        append(3, "k").await;
+        let Ok(Outcome::Delete(response)) = queue.submit(&Caller::Server, delete()).await else {
+            panic!("the key is deleted")
+        };
+        assert_eq!(response.deleted, 1, "its put was acknowledged before");
+    };
+    let clients = async {
+        join(first, second).await;
+        queue.close();
+    };
+    // Polls the writer before the clients, always.
+    join(writer.run(), clients).await;
 }

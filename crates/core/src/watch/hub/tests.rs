@@ -31,6 +31,17 @@ fn streams_that_have_ended_do_not_wait_for_progress() {
     assert_eq!(hub.state.lock().progress.len(), 2);
 }
 
+/// A watch falls behind after its session has looked for such watches, and before the session asks for the notification.
+#[test]
+fn progress_is_not_sent_while_a_watch_is_behind() {
+    let hub = Hub::new(Revision::EMPTY, None, Arc::default());
+    let outbox = Arc::new(hub.outbox());
+    outbox.mark_lagging(WatchId(1), Revision(2));
+    assert!(!hub.progress(&outbox, None));
+    outbox.take_lagging();
+    assert!(hub.progress(&outbox, None));
+}
+
 #[test]
 fn watches_of_all_streams_have_a_limit_together() {
     let hub = Hub::new(Revision(10), Some(Revision(5)), Arc::default());
