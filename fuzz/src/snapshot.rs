@@ -118,7 +118,8 @@ pub(super) fn run(data: &[u8]) {
     let create = async { Ok::<Box<dyn Load>, snapshot::Error>(Box::new(Nowhere)) };
     let purpose = Purpose::NewStore(None);
     let restored = RUNTIME.block_on(snapshot::restore(&file, check, Content::LogAndArchive, purpose, create));
-    let is_whole = bytes.starts_with(&DATABASE);
+    // The first bytes of the checksum may equal those that were cut off.
+    let is_whole = damage.cut == 0 && bytes.starts_with(&DATABASE);
     match restored {
         Ok(restored) => {
             assert!(is_whole || check == HashCheck::Skip || damage.flags & REHASHED != 0, "undetected: {restored:?}");
