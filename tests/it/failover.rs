@@ -21,9 +21,7 @@ use tonic::Code;
 
 use crate::{
     foreign::{has_pooler, pooler},
-    support::{
-        Client, Cluster, Fsync, Link, NetworkState, Postgres, Random, Replication, Server, database_name, eventually,
-    },
+    support::{Client, Cluster, Link, NetworkState, Postgres, Random, Replication, Server, database_name, eventually},
     torture::{judge, report::Report, workload::Workload},
 };
 
@@ -421,8 +419,8 @@ async fn snapshot_ends_when_its_primary_is_replaced() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn server_of_another_cluster_is_refused() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
-    let Some(other) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
+    let Some(other) = Postgres::start().await else { return };
     let address = Link::to(postgres.port()).await;
     let endpoint = postgres.create_database();
     assert_eq!(database_name(&other.create_database()), database_name(&endpoint), "the same role and database exist");

@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     support::{
-        Backend, Client, Fsync, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
+        Backend, Client, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
     },
     torture::preload::{EIO, Field, Preload, WAL},
 };
@@ -91,7 +91,7 @@ async fn check_start(mut start: impl Future<Output = Server> + Unpin, probes: &s
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probes_are_answered_while_the_server_starts_on_postgres() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let (datastore, probes) = (postgres.create_database(), format!("http://127.0.0.1:{}", free_port()));
     let paused = postgres.pause();
     let flags = ["--listen-metrics-urls", &probes];
@@ -114,7 +114,7 @@ async fn probes_are_answered_while_the_server_starts_on_sqlite() {
 /// If the database is down, /livez succeeds and /readyz fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn instance_without_its_database_is_live_but_not_ready() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     assert_eq!(http_get(server.endpoint(), "/readyz").await.status, 200);
     postgres.stop();
@@ -172,7 +172,7 @@ async fn write_forever(mut client: Client) {
 /// Without writes of clients, the heartbeat shows it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn read_only_postgres_is_an_outage() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     no_outage_is_shown(&server).await;
     postgres.psql("postgres", "ALTER SYSTEM SET default_transaction_read_only = on");
@@ -217,7 +217,7 @@ async fn sqlite_on_a_disk_that_cannot_sync_is_an_outage() {
 /// watchdog's limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_database_does_not_trigger_the_watchdog() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let client = Client::connect(server.endpoint()).await;
     let outage = Duration::from_secs(if std::env::var_os("ORLOP_SLOW_TESTS").is_some() { 100 } else { 10 });

@@ -28,7 +28,7 @@ use tokio::{
 };
 
 use self::{connection::Endpoints, watcher::Watcher};
-use crate::support::{Cluster, Fsync, Postgres, Random, Replication, Server};
+use crate::support::{Cluster, Postgres, Random, Replication, Server};
 
 const INSTANCES: usize = 3;
 const CLIENTS: usize = 9;
@@ -39,7 +39,7 @@ const POSTGRES_RESTART_INTERVAL: Duration = Duration::from_secs(12);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn history_is_linearizable_under_faults() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     check(&postgres.create_database(), &Database::Alone(&postgres)).await;
 }
 

@@ -19,7 +19,7 @@ use tonic::{Code, Status};
 
 use crate::{
     outage::put_with_retries,
-    support::{Backend, Client, DEADLINE, Fsync, Postgres, Server, eventually, on_both_backends},
+    support::{Backend, Client, DEADLINE, Postgres, Server, eventually, on_both_backends},
 };
 
 async fn grant(client: &mut Client, id: i64) -> i64 {
@@ -210,7 +210,7 @@ async fn lock_is_shared_by_all_instances() {
 /// An entry that remains would block the lock as long as its client keeps the lease alive.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_that_cancels_during_an_outage_leaves_the_queue() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let waiting = second_in_queue(&mut client).await;
@@ -229,7 +229,7 @@ async fn client_that_cancels_during_an_outage_leaves_the_queue() {
 /// The server tries again to remove the entries of cancelled calls, until later calls with the same lease have found them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn removal_after_an_outage_spares_the_entries_of_later_calls() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let waiting = second_in_queue(&mut client).await;

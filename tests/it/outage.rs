@@ -18,8 +18,8 @@ use tonic::{Code, metadata::MetadataMap};
 use crate::{
     auth, insight,
     support::{
-        Client, DEADLINE, Fsync, Link, NetworkState, Place, Postgres, Server, Stream, database_name, eventually,
-        everything, http_get, orlop, run,
+        Client, DEADLINE, Link, NetworkState, Place, Postgres, Server, Stream, database_name, eventually, everything,
+        http_get, orlop, run,
     },
 };
 
@@ -104,7 +104,7 @@ async fn logged(server: &Server, text: &str, times: usize) {
 /// One attempt to read a value takes up to 2 s; a restart takes longer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reads_of_values_wait_for_a_restart() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &UNCACHED).await;
     let mut client = Client::connect(server.endpoint()).await;
     put_at(&mut client, "key").await;
@@ -130,7 +130,7 @@ async fn reads_of_values_wait_for_a_restart() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn outage_is_reported_and_survived() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let datastore = postgres.create_database();
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
     let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
@@ -164,7 +164,7 @@ async fn outage_is_reported_and_survived() {
 /// A server that does not answer must not make the metrics exceed the time for which Prometheus waits, 10 s.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_and_status_do_not_wait_for_a_silent_database() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let (link, server, _) = server_behind_link(&postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     link.set_network(NetworkState::Silent);
@@ -178,7 +178,7 @@ async fn metrics_and_status_do_not_wait_for_a_silent_database() {
 /// Some parts of the screen need the database, and one of them waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn top_shows_an_outage() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     postgres.stop();
     let shown = insight::top(&["--once", "--interval", "100ms", "--endpoints", server.endpoint()]);
@@ -188,7 +188,7 @@ async fn top_shows_an_outage() {
 /// A client's library ends a watch that is refused, so the answer waits for the database.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_of_a_user_is_created_after_the_outage() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &auth::CHEAP).await;
     let mut client = Client::connect(server.endpoint()).await;
     auth::enable(&mut client).await;
@@ -209,7 +209,7 @@ async fn watch_of_a_user_is_created_after_the_outage() {
 /// kube-apiserver asks for it, and then watches at another instance.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watch_that_needs_a_leader_ends_at_an_instance_that_is_cut_off() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let (link, server, _) = server_behind_link(&postgres, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     let mut with_leader = MetadataMap::new();
@@ -236,7 +236,7 @@ async fn watch_that_needs_a_leader_ends_at_an_instance_that_is_cut_off() {
 /// After a failover an address may temporarily lead to the old primary, now a standby.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn standby_is_neither_read_nor_accepted_at_start() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let datastore = postgres.create_database();
     let server = Server::orlop_on(&datastore, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
@@ -268,7 +268,7 @@ async fn standby_is_neither_read_nor_accepted_at_start() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shorter_log_stops_the_instance() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..5 {
@@ -292,7 +292,7 @@ async fn shorter_log_stops_the_instance() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replaced_log_stops_the_instance() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let datastore = postgres.create_database();
     let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
     let mut client = Client::connect(server.endpoint()).await;
@@ -323,7 +323,7 @@ async fn replaced_log_stops_the_instance() {
 /// The WAL writer is slow, so that a commit is flushed only if it waits for that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn commits_stay_synchronous_when_the_server_is_reconfigured() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let client = Client::connect(server.endpoint()).await;
     put_with_retries(&client, "before").await;
@@ -433,7 +433,7 @@ async fn lost_connection_ends_a_defragmentation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changed_password_needs_no_restart() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let endpoint = postgres.create_database();
     let name = database_name(&endpoint);
     let rules = "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";

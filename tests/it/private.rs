@@ -12,7 +12,7 @@ use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, Ran
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::support::{Client, Fsync, Lines, Postgres, ended, eventually, http_get, orlop_program, send_signal};
+use crate::support::{Client, Lines, Postgres, ended, eventually, http_get, orlop_program, send_signal};
 
 /// An Orlop with its own folder; its output goes to files.
 struct Orlop {
@@ -172,7 +172,7 @@ async fn unix_socket_is_private_by_default() {
 /// Starts a cluster whose roles need passwords. Returns it with a database's endpoint, once with the password and once
 /// without.
 async fn postgres_with_passwords() -> Option<(Postgres, String, String)> {
-    let postgres = Postgres::start(Fsync::Off).await?;
+    let postgres = Postgres::start().await?;
     let endpoint = postgres.create_database();
     let hba = "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
     fs::write(postgres.data().join("pg_hba.conf"), hba).expect("a file can be written");

@@ -7,7 +7,7 @@ use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, LeaseGrantReque
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
 use tokio::time::{Instant, sleep};
 
-use crate::support::{Client, Fsync, Postgres, Server, database_name, eventually};
+use crate::support::{Client, Postgres, Server, database_name, eventually};
 
 fn put(key: &str) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
@@ -24,6 +24,13 @@ async fn restarted(mut server: Server, until_ready: impl Future<Output = ()>) ->
     starting.await.expect("the server starts")
 }
 
+/// Runs statements, for example `BEGIN; LOCK TABLE ...`, on a connection of another program to the server's database.
+async fn executed(server: &Server, sql: &'static str) -> PgConnection {
+    let mut other = PgConnection::connect(server.datastore().expect("Postgres")).await.expect("the database exists");
+    other.execute(sql).await.expect("the statements are right");
+    other
+}
+
 async fn logged(postgres: &Postgres, text: &str) {
     eventually(text, async || {
         let log = postgres.log();
@@ -35,10 +42,9 @@ async fn logged(postgres: &Postgres, text: &str) {
 /// The connection with which the start began still answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_waits_for_a_lock_on_a_table() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
-    let mut other = PgConnection::connect(server.datastore().expect("Postgres")).await.expect("the database exists");
-    other.execute("BEGIN; LOCK TABLE member").await.expect("the table exists");
+    let other = executed(&server, "BEGIN; LOCK TABLE member").await;
     let server = restarted(server, async {
         logged(&postgres, "canceling statement due to lock timeout").await;
         other.close().await.expect("the lock is released");
@@ -49,7 +55,7 @@ async fn start_waits_for_a_lock_on_a_table() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_waits_for_free_connections() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let role = database_name(server.datastore().expect("Postgres")).to_owned();
     // One is not enough for the check of the session, two are not for the log.
@@ -127,10 +133,10 @@ async fn connection_that_was_closed_while_unused_is_replaced() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn defragmentation_waits_for_another_vacuum() {
-    let Some(postgres) = Postgres::start(Fsync::Off).await else { return };
+    let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
-    let mut other = PgConnection::connect(server.datastore().expect("Postgres")).await.expect("the database exists");
-    other.execute("BEGIN; LOCK TABLE kv_log IN SHARE UPDATE EXCLUSIVE MODE").await.expect("the lock of a vacuum");
+    // The lock of a vacuum.
+    let other = executed(&server, "BEGIN; LOCK TABLE kv_log IN SHARE UPDATE EXCLUSIVE MODE").await;
     let mut client = Client::connect(server.endpoint()).await;
     let began = Instant::now();
     let defragmenting = tokio::spawn(async move { client.maintenance.defragment(DefragmentRequest {}).await });

@@ -31,7 +31,7 @@ pub use self::{
     link::{Link, NetworkState},
     mysql::MySql,
     patroni::{Patroni, Scope},
-    postgres::{Fsync, Postgres, database_name, free_port, psql, user},
+    postgres::{Postgres, database_name, free_port, psql, user},
     program::{Lines, ended, memory_kib, orlop, orlop_program, prints, run, run_async, run_within, send_signal, wait},
     proxy::{Cut, Proxy},
     random::Random,

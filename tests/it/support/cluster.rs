@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Fsync, Link, Postgres, eventually};
+use super::{Link, Postgres, eventually};
 
 /// Whether a commit waits for a standby.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Node {
 impl Cluster {
     /// Starts a primary and two standbys. Returns `None` if Postgres is not installed.
     pub async fn start(replication: Replication) -> Option<Self> {
-        let primary = Postgres::start(Fsync::Off).await?;
+        let primary = Postgres::start().await?;
         for setting in SETTINGS {
             primary.psql("postgres", &format!("ALTER SYSTEM SET {setting}"));
         }

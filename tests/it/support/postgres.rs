@@ -60,13 +60,6 @@ rm -rf "$folder"
 /// The schema of the release 0.2.0.
 const FIRST_MIGRATION: &str = include_str!("../../../crates/sql/migrations/postgres/0001_log.sql");
 
-/// Whether commits are synced to the disk.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Fsync {
-    On,
-    Off,
-}
-
 /// A running cluster.
 pub struct Postgres {
     programs: PathBuf,
@@ -87,7 +80,7 @@ static SHARED: OnceCell<Option<Postgres>> = OnceCell::const_new();
 impl Postgres {
     /// Returns the cluster that most tests share, each with its own database; `None` if Postgres is not installed.
     pub async fn shared() -> Option<&'static Self> {
-        SHARED.get_or_init(|| Self::start(Fsync::Off)).await.as_ref()
+        SHARED.get_or_init(Self::start).await.as_ref()
     }
 
     /// Returns whether Postgres is installed.
@@ -101,40 +94,41 @@ impl Postgres {
     }
 
     /// Starts a separate cluster, which the test may stop.
-    pub async fn start(fsync: Fsync) -> Option<Self> {
-        Self::start_at(fsync, None, &[]).await
+    pub async fn start() -> Option<Self> {
+        Self::start_at(None, &[]).await
     }
 
     /// Starts a cluster with its data below `folder` and additional environment variables (`NAME=value`).
-    pub async fn start_at(fsync: Fsync, folder: Option<&Path>, environment: &[String]) -> Option<Self> {
+    pub async fn start_at(folder: Option<&Path>, environment: &[String]) -> Option<Self> {
         let Some(programs) = programs() else {
             skip("postgres");
             return None;
         };
-        let folder = make_folder(fsync, folder);
+        let folder = make_folder(folder);
         let data = folder.join("data");
         run_as_user(Command::new(programs.join("initdb")).args(INITDB).arg("-D").arg(&data));
-        Some(Self::launch(programs, folder, free_port(), fsync, environment).await)
+        Some(Self::launch(programs, folder, free_port(), environment).await)
     }
 
     /// Starts a standby of a server: a copy of its data, which follows it through `port`.
     pub async fn standby_of(primary: &Self, port: u16, name: &str) -> Self {
-        let folder = make_folder(Fsync::Off, None);
+        let folder = make_folder(None);
         let own_port = free_port();
         let mut copy = Command::new(primary.programs.join("pg_basebackup"));
         copy.args(["--checkpoint=fast", "--no-sync", "-h", "127.0.0.1", "-p", &primary.port.to_string()]);
         run_as_user(copy.args(["-U", "postgres", "-D"]).arg(folder.join("data")));
         follow(&folder.join("data"), port, name);
-        Self::launch(primary.programs.clone(), folder, own_port, Fsync::Off, &[]).await
+        Self::launch(primary.programs.clone(), folder, own_port, &[]).await
     }
 
     /// Starts the server on existing data.
-    async fn launch(programs: PathBuf, folder: PathBuf, port: u16, fsync: Fsync, environment: &[String]) -> Self {
+    async fn launch(programs: PathBuf, folder: PathBuf, port: u16, environment: &[String]) -> Self {
         let settings = [
             format!("port={port}"),
             "listen_addresses=127.0.0.1".to_owned(),
             format!("unix_socket_directories={}", folder.display()),
-            format!("fsync={}", if fsync == Fsync::On { "on" } else { "off" }),
+            // Tests kill processes and not the machine.
+            "fsync=off".to_owned(),
             "max_connections=300".to_owned(),
             "shared_buffers=64MB".to_owned(),
             // By default a killed server leaves its segments in /dev/shm.
@@ -297,10 +291,10 @@ impl Postgres {
 const INITDB: [&str; 5] = ["--no-sync", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C"];
 
 /// Creates a server's folder. The guard removes it, because the guard runs even if this process is killed.
-fn make_folder(fsync: Fsync, parent: Option<&Path>) -> PathBuf {
+fn make_folder(parent: Option<&Path>) -> PathBuf {
     let home = match parent {
         Some(parent) => tempfile::tempdir_in(parent).expect("a temporary directory can be made"),
-        None => home(fsync),
+        None => home(),
     };
     let (folder, (_, user)) = (home.keep(), user());
     let chown = Command::new("chown").arg(&user).arg(&folder).status();
@@ -386,11 +380,10 @@ pub fn user() -> (Vec<&'static str>, String) {
     }
 }
 
-/// Creates a folder: on the disk if commits are synced, otherwise in memory if possible.
-fn home(fsync: Fsync) -> TempDir {
+/// Creates a folder, in memory if possible.
+fn home() -> TempDir {
     let memory = Path::new("/dev/shm");
-    let in_memory = fsync == Fsync::Off && memory.is_dir();
-    let made = if in_memory { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+    let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.expect("a temporary directory can be made")
 }
 

@@ -9,7 +9,7 @@ use super::{
     preload::Preload,
     workload::Workload,
 };
-use crate::support::{Disk, Fsync, Link, Place, Postgres, Server};
+use crate::support::{Disk, Link, Place, Postgres, Server};
 
 /// Maximum time until every client succeeds again after the end of a fault.
 const RECOVERY_TIME_MAX: Duration = Duration::from_secs(60);
@@ -132,7 +132,7 @@ impl Rig {
                         .collect(),
                     None => Vec::new(),
                 };
-                let postgres = Postgres::start_at(Fsync::Off, folder, &environment).await?;
+                let postgres = Postgres::start_at(folder, &environment).await?;
                 let found = (postgres.create_database(), postgres.port());
                 self.postgres = Some(postgres);
                 found

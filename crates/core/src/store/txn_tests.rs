@@ -109,7 +109,7 @@ async fn values_of_compares_are_read_together() -> Checked {
     Ok(())
 }
 
-/// Does not compare with the model, which would take long with so many keys.
+/// The answer is not compared with the model: with so many keys that would take long.
 #[test]
 fn evaluations_of_a_compare_grow_with_the_logarithm_of_its_keys() {
     const KEYS: u32 = 50_000;
