@@ -175,18 +175,20 @@ async fn store_above_the_quota_of_its_server_accepts_no_put(backend: Backend) {
 }
 
 /// The quota is a setting of the servers, and the command may have another one.
-async fn command_on_a_database_raises_no_alarm(backend: Backend) {
+async fn command_on_a_database_has_no_quota(backend: Backend) {
     let Some(mut server) = server_with_a_megabyte(backend).await else { return };
+    Client::connect(server.endpoint()).await.kv.put(put("kept", b"small".into())).await.expect("there is space");
     assert!(server.terminate().await.success());
     let datastore = server
         .datastore()
         .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
-    let mut command = orlop(["history", "kept", "--brief", "--datastore-endpoint", &datastore]);
+    let mut command = orlop(["rewind", "kept", "--to", "2", "--yes", "--datastore-endpoint", &datastore]);
     let output = run(command.env("ORLOP_QUOTA_BACKEND_BYTES", "500000"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     server.restart().await;
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("more", b"value".into())).await.expect("there is space");
+    let kept = client.kv.range(get("kept")).await.expect("a range").into_inner().kvs;
+    assert_eq!(kept[0].value.len(), 1_000_000, "the old value was written");
     assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
 }
 
@@ -372,5 +374,5 @@ on_both_backends!(
     failed_probes_do_not_fill_the_log,
     quota_raises_the_alarm_and_freed_space_clears_it,
     store_above_the_quota_of_its_server_accepts_no_put,
-    command_on_a_database_raises_no_alarm,
+    command_on_a_database_has_no_quota,
 );
