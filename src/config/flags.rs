@@ -110,7 +110,7 @@ pub struct Flags {
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION", alias = "experimental-watch-progress-notify-interval")]
     watch_progress_notify_interval: Option<Interval>,
 
-    /// Size of the cache for values of live keys; 0 disables it [default: 256MiB]
+    /// Size of the cache for values; 0 disables it [default: 256MiB]
     #[arg(help_heading = DATASTORE, long, value_name = "BYTES", value_parser = parse_bytes::<u64>)]
     value_cache_bytes: Option<u64>,
 

@@ -283,6 +283,28 @@ async fn compaction_refuses_older_revisions_and_keeps_later_ones(backend: Backen
     check_refused("inner", client.kv.txn(txn).await, Code::OutOfRange, COMPACTED);
 }
 
+/// The later pages of a list are read at the revision of its first page.
+async fn overwritten_values_are_cached_until_compaction(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    let value = "v".repeat(1_000);
+    for key in ["a", "b", "a", "a"] {
+        client.kv.put(put(key, &value)).await.expect("a put");
+    }
+    let listed = client.kv.delete_range(delete("b", "")).await.expect("a delete").into_inner();
+    let revision = listed.header.expect("a header").revision - 1;
+    for old in 3..=revision {
+        let list = client.kv.range(RangeRequest { revision: old, ..all() }).await.expect("a list").into_inner();
+        assert_eq!(list.count, 2, "at {old}");
+    }
+    assert_eq!(server.metric("orlop_value_cache_misses").await, 0.0, "each value was cached");
+    let compact = CompactionRequest { revision, physical: true };
+    client.kv.compact(compact).await.expect("a compaction");
+    // The newest version of a, and b, which the compact revision still has.
+    let bytes = server.metric("orlop_value_cache_bytes").await;
+    assert!((2_000.0..3_000.0).contains(&bytes), "{bytes} bytes");
+}
+
 /// Clients list, and then watch from the revision after the one in the header. The list must have all earlier changes.
 async fn list_contains_the_store_at_its_header_revision(backend: Backend) {
     const KEYS: usize = 10_000;
@@ -366,6 +388,7 @@ on_both_backends!(
     put_options_keep_and_return_values,
     delete_range_returns_count_and_previous_pairs_at_one_revision,
     compaction_refuses_older_revisions_and_keeps_later_ones,
+    overwritten_values_are_cached_until_compaction,
     list_contains_the_store_at_its_header_revision,
     large_responses_arrive_complete,
 );

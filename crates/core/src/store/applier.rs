@@ -72,9 +72,7 @@ impl Shared {
         }
         apply_to_leases(&mut leases);
         drop((leases, index));
-        for change in changes {
-            self.values.apply(change);
-        }
+        self.values.apply(changes);
         self.count(changes);
         self.replication.note_applied(changes, self.log.shared().is_some());
     }

@@ -103,6 +103,9 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             shared.pulses.compactor.beat();
             yield_now().await;
         }
+        while shared.values.compact(target, INDEX_STEP_KEYS) {
+            yield_now().await;
+        }
         metrics.index_compaction_pause.observe(elapsed_ms(begun));
         let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
         let before = *shared.compaction_done.borrow();

@@ -8,7 +8,7 @@ use tokio::{
 use tracing::{debug, error};
 
 use crate::{
-    index::{Entry, Lease, ReadAt},
+    index::{Lease, ReadAt},
     log,
     overload::{ListPermit, Steps},
     store::{
@@ -110,7 +110,7 @@ impl Shared {
             for selected in chunk {
                 let row = selected.entry.version.row;
                 let built = selected.pair_without_value(projection).map(|kv| self.read_memory.counted(kv));
-                let kv = built.or_else(|| self.cached_pair(&selected.entry));
+                let kv = built.or_else(|| self.values.get(row));
                 if kv.is_none() {
                     pairs.missing.push(row);
                 }
@@ -121,14 +121,6 @@ impl Shared {
             }
         }
         pairs
-    }
-
-    /// Returns the pair if it is cached. Only the newest version of a key is, and only its lease is known to the index.
-    fn cached_pair(&self, entry: &Entry) -> Option<EncodedKv> {
-        match entry.lease {
-            Lease::Known(_) => self.values.get(entry.version.row),
-            Lease::InRow => None,
-        }
     }
 
     /// Reads pairs as [`crate::log::Log::values`] does, and counts their memory.
@@ -260,6 +252,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        index::Entry,
         store::fixtures::shared,
         types::{Key, Version},
     };
