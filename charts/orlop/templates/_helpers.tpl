@@ -147,6 +147,10 @@ http://$(POD_IP):2379
 
 {{/* Rules on combinations of values, which the schema cannot express. */}}
 {{- define "orlop.validate" -}}
+{{- /* With --reuse-values, Helm takes no defaults of this chart, but the values that an older one was installed with. */}}
+{{- if not (hasKey .Values "backup") }}
+{{- fail "values of an older chart: use --reset-then-reuse-values instead of --reuse-values" }}
+{{- end }}
 {{- if and (eq .Values.datastore.kind "sqlite") (gt (int .Values.replicaCount) 1) }}
 {{- fail "replicaCount must be 0 or 1 with datastore.kind sqlite: one process owns the file; several instances need datastore.kind postgres" }}
 {{- end }}

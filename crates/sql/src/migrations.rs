@@ -9,6 +9,7 @@ use sqlx::{
     SqlStr,
     migrate::{MigrateError, Migration, MigrationType, Migrator},
 };
+use tracing::{info, warn};
 
 use crate::error::describe;
 
@@ -64,6 +65,23 @@ pub(crate) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
 /// Returns whether this version has migrations that a database with this schema lacks.
 pub(crate) fn is_older(schema: i64, known: &Migrator) -> bool {
     known.iter().any(|migration| migration.version > schema)
+}
+
+/// Logs that a database with an older schema was migrated. `instance` uses it or has recently done so.
+pub(crate) fn log_migration(database: &str, from: i64, known: &Migrator, instance: Option<&str>) {
+    let to = known.iter().map(|migration| migration.version).max().unwrap_or_default();
+    if let Some(instance) = instance {
+        warn!(
+            database,
+            from,
+            to,
+            instance,
+            "migrated the schema of a database that an instance uses or used seconds ago; stop the instance if its version \
+             is older: it can no longer open this database"
+        );
+    } else {
+        info!(database, from, to, "migrated the schema; older versions of Orlop can no longer open this database");
+    }
 }
 
 /// Returns the first table of another application, or `None` if the tables are those of Orlop.

@@ -64,11 +64,7 @@ pub(crate) use self::{
     integrity::{is_not_a_database, refuse_damage},
     view::may_be_immutable,
 };
-use crate::{
-    Durability, auth,
-    error::unavailable,
-    migrations::{self, cannot_migrate},
-};
+use crate::{Durability, auth, error::unavailable};
 use orlop_core::log::{
     Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
     SavedIndex, SharedLog, Size, Visit, WithPrev,
@@ -152,10 +148,7 @@ impl SqliteLog {
         let is_new = file.metadata().is_ok_and(|metadata| metadata.len() == 0);
         let creation = if is_new { Self::creation_options(file) } else { options.clone() };
         let mut creator = creation.synchronous(synchronous).connect().await.map_err(open)?;
-        migrations::sqlite()
-            .run(&mut creator)
-            .await
-            .map_err(|error| Error::Open(cannot_migrate(&name.to_string(), &error)))?;
+        schema::migrate(&mut creator, &name.to_string()).await?;
         let settings = writer::Settings { file: file.to_owned(), durability };
         let open_writer = |error: rusqlite::Error| cannot_open(file, &error);
         let writer = settings.connect().map_err(open_writer)?;

@@ -1,4 +1,5 @@
-//! A database with the schema of the release 0.2.0, which may still use it, is refused and not migrated.
+//! A database with the schema of the release 0.2.0, which may still use it, is refused and not migrated. A server migrates
+//! it and logs that.
 
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection, SqlStr, SqliteConnection,
@@ -8,7 +9,7 @@ use sqlx::{
 use tempfile::TempDir;
 
 use super::Destination;
-use crate::support::{Backend, Postgres, Server, on_both_backends};
+use crate::support::{Backend, Postgres, Server, database_name, on_both_backends};
 
 /// The schema of the release 0.2.0.
 const FIRST_MIGRATION: &str = include_str!("../../../crates/sql/migrations/sqlite/0001_log.sql");
@@ -81,7 +82,48 @@ async fn empty_database_of_an_older_version_is_filled(backend: Backend) {
     assert!(schema(backend, &destination.datastore).await > 1);
 }
 
+/// The lines of a log about a migration of the schema.
+fn migrations(log: &str) -> Vec<&str> {
+    log.lines().filter(|line| line.contains("migrated the schema")).collect()
+}
+
+/// There is no way back but a snapshot of the older version, so the log says when that began.
+async fn start_that_migrates_the_schema_logs_it(backend: Backend) {
+    const FLAGS: [&str; 2] = ["--log-level", "info"];
+    const MIGRATED: &str = "migrated the schema; older versions of Orlop can no longer open this database";
+    let Some(destination) = of_the_first_schema(backend).await else { return };
+    add_row(backend, &destination.datastore).await;
+    let mut server = Server::orlop_on(&destination.datastore, &FLAGS).await;
+    server.terminate().await;
+    // It appends to the same log.
+    server.restart().await;
+    let log = server.log();
+    let lines = migrations(&log);
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(["INFO", MIGRATED, "from=1 to=2"].iter().all(|part| lines[0].contains(part)), "{log}");
+    let new = Server::orlop_with(backend, &FLAGS).await.expect("there is one already");
+    assert!(migrations(&new.log()).is_empty(), "{}", new.log());
+}
+
 on_both_backends!(
     database_of_an_older_version_is_refused_and_not_migrated,
-    empty_database_of_an_older_version_is_filled
+    empty_database_of_an_older_version_is_filled,
+    start_that_migrates_the_schema_logs_it
 );
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_that_migrates_the_schema_beside_another_instance_warns_of_it() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database_of_the_first_schema().await;
+    let name = database_name(&datastore);
+    // An instance that is alive however long the start takes.
+    let beat = "clock_timestamp() + interval '1 hour'";
+    postgres.psql(name, &format!("INSERT INTO {name}.member VALUES (7, 'alice', '{{}}', 1, now(), {beat})"));
+    let mut server = Server::orlop_on(&datastore, &[]).await;
+    server.terminate().await;
+    server.restart().await;
+    let log = server.log();
+    let lines = migrations(&log);
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(["WARN", "stop the instance", "alice"].iter().all(|part| lines[0].contains(part)), "{log}");
+}

@@ -15,11 +15,12 @@ use tracing::warn;
 use super::{
     pool::{Pool, Pooled},
     primary::{Found, Generation, Primary},
+    schema::{Older, refuse_other_tables},
 };
 use crate::{
     Durability,
     error::{describe, of_row},
-    migrations::{self, cannot_migrate, foreign_table},
+    migrations::{self, cannot_migrate},
 };
 use orlop_core::log::{Connections, Error, Result};
 
@@ -289,23 +290,12 @@ impl Database {
         Ok(())
     }
 
-    /// Refuses a schema that contains only tables of other applications.
-    async fn refuse_other_tables(&self, connection: &mut PgConnection) -> Result<()> {
-        const TABLES: &str = "SELECT tablename::text FROM pg_tables WHERE schemaname = current_schema() ORDER BY 1";
-        let tables = with_timeout(sqlx::query_scalar(TABLES).fetch_all(connection)).await;
-        let tables: Vec<String> = tables.map_err(|error| self.open_error("read", &error))?;
-        foreign_table(&tables).map_or(Ok(()), |table| {
-            Err(Error::Open(format!(
-                "database {} contains tables of another application, for example {table}; create a database or a \
-                 schema for Orlop",
-                self.name
-            )))
-        })
-    }
-
+    /// Migrates the schema, and logs that it was an older one.
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
-        self.refuse_other_tables(connection).await?;
+        refuse_other_tables(self, connection).await?;
         let owner = self.check_settings(connection).await?;
+        // If it cannot be read, the migration fails with the remedy.
+        let older = Older::read(self, connection).await.unwrap_or_default();
         let migrated = migrations::postgres().run(connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
@@ -334,7 +324,11 @@ impl Database {
                 )
             };
             Error::Open(text + &hint)
-        })
+        })?;
+        if let Some(older) = older {
+            older.log_migration(self);
+        }
+        Ok(())
     }
 
     /// Runs `work`, which uses a connection of the generation. Fails if another server has become the primary: the former

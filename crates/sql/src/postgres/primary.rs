@@ -34,6 +34,7 @@ use super::{
     connection::{is_refusal, sqlstate, timed_out},
     hosts::{Environment, Host, HostOrder, Hosts},
     passfile,
+    tls_files::explained,
 };
 use crate::error::describe;
 use orlop_core::log::{Error, Result};
@@ -302,7 +303,7 @@ impl Primary {
         if opened.as_ref().is_err_and(|error| sqlstate(error).is_none()) {
             files.check()?;
         }
-        opened
+        opened.map_err(explained)
     }
 
     /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.

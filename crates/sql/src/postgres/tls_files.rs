@@ -1,4 +1,4 @@
-//! The files with certificates and keys that the URL or the environment names.
+//! The files with certificates and keys that the URL or the environment names, and errors about certificates.
 //!
 //! sqlx reads them at each connection, but its errors name neither the file nor the parameter, and a file without a
 //! certificate only shows as an unknown issuer. This module reads them first. As with the file of passwords, an error is
@@ -149,11 +149,32 @@ impl TlsFiles {
     }
 }
 
+/// Adds plain words to an error that states in the words of webpki what is wrong with the certificate of the server.
+pub(super) fn explained(error: sqlx::Error) -> sqlx::Error {
+    // sqlx passes the errors of a handshake on as such.
+    let sqlx::Error::Io(cause) = &error else { return error };
+    let text = cause.to_string();
+    let reason = if text.contains("CaUsedAsEndEntity") {
+        // libpq accepts such a certificate.
+        "the server's certificate is itself a CA (CA:TRUE); issue it with basicConstraints=CA:FALSE"
+    } else if ["UnknownIssuer", "BadSignature"].iter().any(|name| text.contains(name)) {
+        // The second one: a root has the issuer's name and another key.
+        "the server's certificate is not signed by sslrootcert or a root certificate of the system"
+    } else {
+        return error;
+    };
+    io::Error::new(cause.kind(), format!("{text}: {reason}")).into()
+}
+
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{fs, io};
 
-    use crate::postgres::hosts::{Environment, Hosts};
+    use super::explained;
+    use crate::{
+        error::describe,
+        postgres::hosts::{Environment, Hosts},
+    };
 
     fn check(query: &str, variables: &[(&str, &str)]) -> Result<(), String> {
         let get = |name: &str| variables.iter().find(|(it, _)| *it == name).map(|(_, value)| (*value).to_owned());
@@ -203,5 +224,24 @@ mod tests {
             };
             assert_eq!(check(&query, &[]).err(), expected.map(text), "{query}");
         }
+    }
+
+    #[test]
+    fn errors_about_the_certificate_of_the_server_have_plain_words() {
+        let authority = "the server's certificate is itself a CA (CA:TRUE); issue it with basicConstraints=CA:FALSE";
+        let issuer = "the server's certificate is not signed by sslrootcert or a root certificate of the system";
+        // The texts of rustls.
+        for (text, reason) in [
+            ("invalid peer certificate: Other(OtherError(CaUsedAsEndEntity))", Some(authority)),
+            ("invalid peer certificate: UnknownIssuer", Some(issuer)),
+            ("invalid peer certificate: BadSignature", Some(issuer)),
+            ("invalid peer certificate: Expired", None),
+        ] {
+            let error = explained(io::Error::new(io::ErrorKind::InvalidData, text).into());
+            let expected = reason.map_or_else(|| text.to_owned(), |reason| format!("{text}: {reason}"));
+            assert_eq!(describe(&error), expected);
+        }
+        let other = explained(sqlx::Error::Tls("UnknownIssuer".into()));
+        assert!(matches!(other, sqlx::Error::Tls(_)), "{other}");
     }
 }

@@ -1,12 +1,13 @@
-//! The schema of a database file, read before anything migrates it.
+//! The schema of a database file: its version, and its migration.
 
 use std::path::Path;
 
-use sqlx::Connection as _;
+use orlop_core::log::{Error, Result};
+use sqlx::{Connection as _, SqliteConnection};
 
 use super::{SqliteLog, view::SqliteView};
 use crate::{
-    migrations::{self, is_older},
+    migrations::{self, VERSIONS, cannot_migrate, is_older, log_migration},
     rows::HAS_ROWS,
 };
 
@@ -24,4 +25,16 @@ impl SqliteLog {
         let _ = connection.close().await;
         is_used
     }
+}
+
+/// Migrates the schema of a database, and logs that it was an older one.
+pub(super) async fn migrate(connection: &mut SqliteConnection, database: &str) -> Result<()> {
+    let known = migrations::sqlite();
+    // A new database has no such table. If another one cannot be read, the migration fails with the reason.
+    let versions: Vec<i64> = sqlx::query_scalar(VERSIONS).fetch_all(&mut *connection).await.unwrap_or_default();
+    known.run(connection).await.map_err(|error| Error::Open(cannot_migrate(database, &error)))?;
+    if let Some(from) = versions.last().filter(|schema| is_older(**schema, &known)) {
+        log_migration(database, *from, &known, None);
+    }
+    Ok(())
 }
