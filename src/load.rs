@@ -42,6 +42,8 @@ pub struct Bounds {
 
 /// The highest revision of a log that is loaded. Many more follow than a store ever writes.
 pub const HEAD_MAX: Revision = Revision(1 << 62);
+/// The highest version of a key that is loaded. It grows no faster than the revision.
+pub const VERSION_MAX: i64 = HEAD_MAX.0;
 
 impl Bounds {
     /// Returns the bounds of a log that is made from a store with the newest revision `head`. Everything up to the compact

@@ -21,6 +21,8 @@ use orlop_core::{
 };
 use orlop_sql::{APISERVER_COMPACTION, KineRow, KineState};
 
+use crate::load::VERSION_MAX;
+
 const COMPACTION: &[u8] = b"compact_rev_key";
 
 /// The state of each key after the rows that were taken.
@@ -273,9 +275,10 @@ fn own(row: &KineRow) -> Name<'_> {
     }
 }
 
-/// Parses `VERSION|VALUE`.
+/// Parses `VERSION|VALUE`; `None` also for a version that no key can have.
 fn stored(text: &[u8]) -> Option<Stored<'_>> {
     let at = text.iter().position(|byte| *byte == b'|')?;
-    let version = str::from_utf8(&text[..at]).ok()?.parse().ok().filter(|version| *version > 0)?;
+    let version =
+        str::from_utf8(&text[..at]).ok()?.parse::<i64>().ok().filter(|version| (1..=VERSION_MAX).contains(version))?;
     Some(Stored { version, value: &text[at + 1..] })
 }

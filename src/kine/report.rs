@@ -25,12 +25,7 @@ pub(super) fn text(import: &Import, added: Added) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{name:<18} {fact}");
     };
-    let newest = state.newest.max(state.compact_revision);
-    let given = match bounds.head.0 > newest {
-        true => format!(", above kine's newest {newest}, because a failed write has used the numbers between"),
-        false => String::new(),
-    };
-    line("revision", format!("{}{given}", bounds.head));
+    line("revision", format!("{}{}", bounds.head, given(state, bounds.head)));
     line("compact revision", bounds.compacted.map_or_else(|| "none".to_owned(), |revision| revision.to_string()));
     if let Some(fact) = above_rows(state) {
         line("", fact);
@@ -87,6 +82,20 @@ pub(super) fn text(import: &Import, added: Added) -> String {
         line("", format!("and {} more", findings.total() - findings.listed.len()));
     }
     text
+}
+
+/// Returns why the revision is above kine's newest one; an empty text if it is not.
+fn given(state: &KineState, head: Revision) -> String {
+    let newest = state.newest.max(state.compact_revision);
+    if head.0 <= newest {
+        String::new()
+    } else if head == Revision::EMPTY {
+        ", that of an empty store: kine's table has no rows".to_owned()
+    } else if head.0 <= state.sequence {
+        format!(", above kine's newest {newest}, because a failed write has used the numbers between")
+    } else {
+        format!(", above kine's newest {newest}, because no lower one can be compacted")
+    }
 }
 
 /// Returns what a compact revision of kine that is above each of its ids means.

@@ -104,9 +104,9 @@ impl Migration {
                 check_users(session, target).await?;
             }
         }
-        let mut leases = session.leases(target.leases()).await?;
-        // A lease that has ended since may still have keys in the copy.
-        leases.append(&mut self.leases);
+        // A lease that has ended since may still have keys in the copy. One that was granted again has a new TTL.
+        let mut leases = self.leases.clone();
+        leases.extend(session.leases(target.leases()).await?);
         target.set_leases(&leases).await?;
         Ok(true)
     }
@@ -128,8 +128,6 @@ impl Migration {
     /// [`Failure::Fatal`] if they differ.
     async fn verify(&mut self, session: &Session, target: &mut Target) -> Result<()> {
         check_users(session, target).await?;
-        let leases = session.leases(&BTreeMap::new()).await?;
-        target.set_leases(&leases).await?;
         let at = target.head();
         let theirs = session.hash(at, target.compact_revision()).await?;
         if !target.has_hash(&theirs).await? {
@@ -143,6 +141,9 @@ impl Migration {
         if let Some(compacted) = theirs.compact_revision {
             target.compact(compacted).await?;
         }
+        // A lease may be granted again with another TTL during the hash, which takes long.
+        let leases = session.leases(&BTreeMap::new()).await?;
+        target.set_leases(&leases).await?;
         self.progress.say(&format!("verified: source and copy have the hash {} at revision {at}", theirs.hash));
         Ok(())
     }

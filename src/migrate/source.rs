@@ -34,6 +34,9 @@ const LEASE_REQUESTS: usize = 32;
 /// written with one sync.
 const EVENTS_AT_ONCE: usize = 1_000;
 const BYTES_AT_ONCE: usize = 8 << 20;
+/// etcd's errors for a token of before the last change of users or roles. A JWT names the revision of users and roles. The
+/// second form comes without a code, on streams.
+const OLD_TOKEN: [&str; 2] = ["etcdserver: revision of auth store is old", "auth: revision in header is old"];
 /// The first possible key. As `range_end` it means all keys from the first one on.
 const ALL_KEYS: &[u8] = b"\0";
 
@@ -325,6 +328,10 @@ fn failure(status: &Status) -> Failure {
         Code::OutOfRange if status.message().contains("compacted") => Failure::Compacted(Revision(0)),
         Code::NotFound => Failure::Missing,
         Code::Unimplemented => Failure::Unimplemented(describe(status)),
+        // A new connection gets a new token.
+        Code::InvalidArgument | Code::Unknown if OLD_TOKEN.contains(&status.message()) => {
+            Failure::Source(describe(status))
+        }
         Code::PermissionDenied | Code::InvalidArgument | Code::DataLoss => refused(status),
         // etcd sends errors of its Auth without a code where it sends a stream. A token that has expired is replaced.
         Code::Unknown if status.message().starts_with("auth: ") && !status.message().contains("token") => {
@@ -347,4 +354,26 @@ fn failure(status: &Status) -> Failure {
 
 fn refused(status: &Status) -> Failure {
     Failure::Fatal(format!("the source refuses a request: {}{}", describe(status), hint_at_root(status)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_refusals_that_a_new_token_does_not_mend_end_a_migration() {
+        for (code, message, is_final) in [
+            (Code::InvalidArgument, "etcdserver: revision of auth store is old", false),
+            (Code::Unknown, "auth: revision in header is old", false),
+            (Code::Unauthenticated, "etcdserver: invalid auth token", false),
+            (Code::Unknown, "auth: invalid auth token", false),
+            (Code::InvalidArgument, "etcdserver: user name is empty", true),
+            (Code::Unknown, "auth: user name is empty", true),
+            (Code::PermissionDenied, "etcdserver: permission denied", true),
+        ] {
+            let found = failure(&Status::new(code, message));
+            let kind = (matches!(found, Failure::Source(_)), matches!(found, Failure::Fatal(_)));
+            assert_eq!(kind, (!is_final, is_final), "{code:?} {message}: {found:?}");
+        }
+    }
 }

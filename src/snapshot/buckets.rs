@@ -17,11 +17,12 @@ use prost::Message as _;
 
 use crate::{
     api::convert::{access, listed},
-    load::StoredRow,
+    load::{StoredRow, VERSION_MAX},
 };
 use orlop_core::{
     auth::{AuthState, Password, User},
     index::RowKind,
+    lease::TTL_SECS_MAX,
     log::{LoggedLease, Meta},
     types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version, shown},
 };
@@ -217,8 +218,8 @@ fn text(bytes: &[u8]) -> Option<String> {
 fn lease(value: &Bytes) -> Option<LoggedLease> {
     let lease = leasepb::Lease::decode(value.clone()).ok()?;
     let id = LeaseId::from_wire(lease.id)?;
-    let left_secs = (lease.remaining_ttl > 0).then_some(lease.remaining_ttl as f64);
-    Some(LoggedLease { id, ttl_secs: lease.ttl.max(1), left_secs })
+    let left_secs = (lease.remaining_ttl > 0).then_some(lease.remaining_ttl.min(TTL_SECS_MAX) as f64);
+    Some(LoggedLease { id, ttl_secs: lease.ttl.clamp(1, TTL_SECS_MAX), left_secs })
 }
 
 /// Reads a row of the bucket `key`.
@@ -274,8 +275,9 @@ fn decode_row(key: &[u8], value: &Bytes) -> Result<(RowId, Option<(mvccpb::KeyVa
     Ok((row, Some((kv, is_delete))))
 }
 
+/// Returns whether a pair can be that of a row. The first revision is that of an empty store, which has no row.
 fn is_of(row: RowId, is_delete: bool, kv: &mvccpb::KeyValue) -> bool {
-    is_delete || kv.mod_revision == row.revision.0
+    row.revision > Revision::EMPTY && (is_delete || kv.mod_revision == row.revision.0 && kv.version <= VERSION_MAX)
 }
 
 /// Returns the key and the change of an archived row; `None`: the pair is not that of the row.
@@ -312,5 +314,41 @@ mod tests {
         assert_eq!(password(b"", true), Password::None);
         assert_eq!(password(b"", false), Password::locked());
         assert_eq!(password(b"$2a$10$x", false), Password::Hash("$2a$10$x".to_owned()));
+    }
+
+    #[test]
+    fn rows_that_no_store_has_are_refused() {
+        for (revision, is_delete, mod_revision, version, is_sound) in [
+            (2, false, 2, 1, true),
+            (2, true, 0, 0, true),
+            (2, false, 3, 1, false),
+            // The next put of the key needs a higher version.
+            (2, false, 2, VERSION_MAX, true),
+            (2, false, 2, VERSION_MAX + 1, false),
+            (2, false, 2, i64::MAX, false),
+            // An empty store is at revision 1.
+            (1, false, 1, 1, false),
+            (1, true, 0, 0, false),
+            (0, false, 0, 1, false),
+        ] {
+            let key = row_key(RowId::new(Revision(revision), 0), is_delete);
+            let kv = mvccpb::KeyValue { key: "a".into(), mod_revision, version, ..Default::default() };
+            let read = read_columns(&key, &kv.encode_to_vec().into());
+            assert_eq!(read.is_ok(), is_sound, "{revision} {is_delete} {mod_revision} {version}: {read:?}");
+        }
+    }
+
+    #[test]
+    fn times_of_leases_are_within_their_bounds() {
+        for (ttl, remaining_ttl, expected) in [
+            (60, 0, (60, None)),
+            (60, 40, (60, Some(40.0))),
+            (-9, -9, (1, None)),
+            (i64::MAX, i64::MAX, (TTL_SECS_MAX, Some(9e9))),
+        ] {
+            let stored = leasepb::Lease { id: 5, ttl, remaining_ttl };
+            let lease = lease(&stored.encode_to_vec().into()).expect("a lease");
+            assert_eq!((lease.ttl_secs, lease.left_secs), expected, "{ttl} {remaining_ttl}");
+        }
     }
 }

@@ -23,12 +23,15 @@ use super::{
 };
 use orlop_core::{clock::now, files::folder_of};
 
+/// Maximum number of symbolic links that lead to a file, as on Linux.
+const LINKS_MAX: usize = 40;
 /// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);
 
 #[derive(Debug, clap::Args)]
 pub struct SaveArgs {
-    /// File to write, or an existing folder, in which the file is named orlop-YYYYMMDDTHHMMSSZ.db (UTC)
+    /// File to write, also through a symbolic link, or an existing folder, in which the file is named
+    /// orlop-YYYYMMDDTHHMMSSZ.db (UTC)
     #[arg(value_name = "PATH")]
     path: PathBuf,
 
@@ -123,13 +126,33 @@ impl Target {
                 path.display()
             )));
         }
-        Ok(Self { file: path.clone(), dated: None })
+        // A rename would replace it.
+        if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
+            return Err(Error::File(format!(
+                "{} is not a file; give the name of a file or of a folder",
+                path.display()
+            )));
+        }
+        Ok(Self { file: behind_links(path)?, dated: None })
     }
 
     /// Returns the folder of the file. The temporary file is in it too, so that it can be renamed.
     fn folder(&self) -> &Path {
         folder_of(&self.file)
     }
+}
+
+/// Returns the file to which symbolic links lead, which need not exist. A rename would replace the link.
+fn behind_links(path: &Path) -> Result<PathBuf> {
+    let mut file = path.to_owned();
+    for _ in 0..=LINKS_MAX {
+        match file.read_link() {
+            Ok(next) => file = folder_of(&file).join(next),
+            // It is no link, or does not exist.
+            Err(_) => return Ok(file),
+        }
+    }
+    Err(Error::File(format!("{} is a link that leads to no file", path.display())))
 }
 
 /// Receives a snapshot of a server into a temporary file and verifies its checksum. After each piece `progress` gets the

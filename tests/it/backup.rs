@@ -3,13 +3,16 @@
 use std::{
     collections::BTreeSet,
     fs,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     process::{Output, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
-use rustix::process::Signal;
+use rustix::{
+    fs::{CWD, Mode, mkfifoat},
+    process::Signal,
+};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt as _, copy},
@@ -223,6 +226,49 @@ async fn save_with_nohup_outlives_its_terminal() {
     let output = timeout(DEADLINE, save.wait_with_output()).await.expect("the command ends").expect("an output");
     assert!(output.status.success(), "{output:?}");
     assert_eq!(revision(&file).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn save_replaces_nothing_but_files() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let head = put(server.endpoint(), "a").await;
+    let (home, other) = (TempDir::new().expect("a folder"), TempDir::new().expect("a folder"));
+    let at = |name: &str| home.path().join(name);
+    let pipe = at("pipe");
+    mkfifoat(CWD, text(&pipe), Mode::RUSR | Mode::WUSR).expect("a pipe can be made");
+    fs::write(other.path().join("old.db"), "an older snapshot").expect("a file can be written");
+    // The link `chain` leads to a file through a relative one. The file of the link `new` does not exist yet.
+    let links = [
+        ("link", other.path().join("old.db")),
+        ("chain", PathBuf::from("link")),
+        ("new", other.path().join("new.db")),
+        ("to-pipe", pipe.clone()),
+        ("round", at("round")),
+        ("folder", other.path().to_owned()),
+    ];
+    for (name, to) in &links {
+        symlink(to, at(name)).expect("a link can be made");
+    }
+    let before = names(home.path());
+    for (name, because) in [("pipe", "pipe is not a file"), ("to-pipe", "is not a file"), ("round", "leads to no file")]
+    {
+        check_fails(&["snapshot", "save", "--endpoints", server.endpoint(), text(&at(name))], because).await;
+    }
+    for (name, file) in [("chain", "old.db"), ("new", "new.db")] {
+        let file = other.path().join(file);
+        let printed = prints(&["snapshot", "save", "--endpoints", server.endpoint(), text(&at(name))]).await;
+        assert_eq!(printed, format!("{}\n", file.display()));
+        assert_eq!(revision(&file).await, head);
+    }
+    assert_eq!(names(other.path()), BTreeSet::from(["new.db".to_owned(), "old.db".to_owned()]));
+    // A link to a folder is a folder, in which the file gets its name.
+    prints(&["snapshot", "save", "--endpoints", server.endpoint(), text(&at("folder"))]).await;
+    assert_eq!(snapshots(other.path()).len(), 1);
+    assert_eq!(names(home.path()), before, "no temporary file remains");
+    assert!(pipe.metadata().expect("the pipe").file_type().is_fifo());
+    for (name, to) in &links {
+        assert_eq!(at(name).read_link().ok().as_ref(), Some(to), "{name} is still a link");
+    }
 }
 
 /// Returns the endpoint of a relay that passes the first 50,000 bytes of a server and then closes the connection.

@@ -61,7 +61,6 @@ fn holes() -> Vec<Case<'static>> {
             vec![("/b", 3, 4, 2, "2")],
             &["2 compact_rev_key", "compact revision   3"],
         ),
-        case("an empty table", vec![Row::compaction(1, 0)], 1, 0, vec![], &["keys               0"]),
         case(
             "a compact revision above all rows",
             vec![Row::compaction(1, 9), Row::create(2, "/a", 0, "1")],
@@ -84,6 +83,22 @@ fn holes() -> Vec<Case<'static>> {
                 &["above kine's newest 3, because a failed write", "the last of them is 5"],
             )
         },
+    ]
+}
+
+fn without_keys() -> Vec<Case<'static>> {
+    let case =
+        |name, rows, head, compacted, report| Case { name, rows, sql: "", head, compacted, pairs: vec![], report };
+    vec![
+        case("no rows", vec![], 1, 0, &["revision           1, that of an empty store: kine's table has no rows\n"]),
+        case("an empty table", vec![Row::compaction(1, 0)], 1, 0, &["revision           1\n", "keys               0"]),
+        case(
+            "a gap row alone",
+            vec![Row::compaction(1, 0), Row::gap(2)],
+            3,
+            3,
+            &["revision           3, above kine's newest 2, because no lower one can be compacted"],
+        ),
     ]
 }
 
@@ -176,6 +191,14 @@ fn without_sense() -> Vec<Case<'static>> {
             &["none"],
         ),
         case(
+            "kube-apiserver's row with a version that no key can have",
+            vec![Row::compaction(1, 8), Row::update(8, "compact_rev_key_apiserver", 3, 7, "9223372036854775807|70")],
+            8,
+            8,
+            vec![],
+            &["1 compact_rev_key_apiserver without a value"],
+        ),
+        case(
             "many rows without sense",
             rows(&(3..40).map(|id| Row::delete(id, &format!("/{id}"), 0)).collect::<Vec<_>>()),
             39,
@@ -204,7 +227,7 @@ async fn check(backend: Backend, kind: Kind, case: Case<'_>) {
 }
 
 async fn revisions_without_a_change_are_compacted(backend: Backend) {
-    for case in holes() {
+    for case in holes().into_iter().chain(without_keys()) {
         check(backend, Kind::Sqlite, case).await;
     }
 }

@@ -1,10 +1,11 @@
 //! Sources that a plain copy would take over wrongly, and members that cannot be a source.
 
-use std::process::Command;
+use std::{fs, process::Command};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AlarmRequest, AlarmType, AuthEnableRequest, AuthUserGrantRoleRequest, LeaseGrantRequest, LeaseLeasesRequest,
-    MemberAddRequest, RangeRequest, alarm_request::AlarmAction,
+    AlarmRequest, AlarmType, AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, LeaseGrantRequest,
+    LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberAddRequest, RangeRequest,
+    alarm_request::AlarmAction,
 };
 
 use super::{Destination, Source, source};
@@ -32,6 +33,52 @@ async fn auth_that_was_enabled_after_the_snapshot_is_copied(backend: Backend) {
         let range = RangeRequest { key: "a".into(), ..Default::default() };
         let refused = Client::connect(copy.endpoint()).await.kv.range(range).await.expect_err("a login is needed");
         assert_eq!(refused.message(), "etcdserver: user name is empty");
+    }
+}
+
+/// A JWT names the revision of users and roles, so a change makes the migration's token old.
+async fn users_that_change_are_copied_although_the_token_is_old(backend: Backend) {
+    let Some(destination) = Destination::new(backend).await else { return };
+    let key = destination.home.path().join("key");
+    fs::write(&key, [7_u8; 32]).expect("a file can be written");
+    let tokens = format!("jwt,sign-method=HS256,priv-key={},ttl=10m", key.display());
+    let Some(source) = Server::etcd_with(&["--auth-token", &tokens]).await else { return };
+    let mut client = Client::connect(source.endpoint()).await;
+    add_users(&mut client).await;
+    let root = AuthUserGrantRoleRequest { user: "root".to_owned(), role: "root".to_owned() };
+    client.auth.user_grant_role(root).await.expect("a role");
+    client.auth.auth_enable(AuthEnableRequest {}).await.expect("users");
+    let token = client.log_in("root", "wonder").await.expect("a login");
+    client.act_with(Some(&token));
+    let mut migrator = destination.migrate(source.endpoint(), &["--user", "root:wonder"]);
+    migrator.says("restored a snapshot").await;
+    let bob = AuthUserAddRequest { name: "bob".to_owned(), password: "late".to_owned(), ..Default::default() };
+    client.auth.user_add(bob).await.expect("a user");
+    migrator.says("trying again").await;
+    let (status, output) = migrator.terminate().await;
+    assert!(status.success() && output.contains("users or roles of the source have changed"), "{output}");
+    let copy = destination.server().await;
+    Client::connect(copy.endpoint()).await.log_in("bob", "late").await.expect("the user is copied");
+}
+
+/// The copy has the first lease before the second one is granted.
+async fn lease_that_was_granted_again_has_its_new_ttl(backend: Backend) {
+    for of in [Source::Etcd(Etcd::Reference), Source::Orlop] {
+        let Some(source) = source(of, backend).await else { continue };
+        let Some(destination) = Destination::new(backend).await else { return };
+        let mut client = Client::connect(source.endpoint()).await;
+        for ttl in [600, 5_000] {
+            client.lease.lease_grant(LeaseGrantRequest { ttl, id: 123 }).await.expect("a lease");
+            client.kv.put(put("leased".to_owned(), vec![1], 123)).await.expect("a put");
+            let output = destination.copied(&source, &[]).await;
+            assert!(output.contains("verified"), "{output}");
+            client.lease.lease_revoke(LeaseRevokeRequest { id: 123 }).await.expect("a revocation");
+        }
+        let copy = destination.server().await;
+        let asked = LeaseTimeToLiveRequest { id: 123, keys: true };
+        let lease = Client::connect(copy.endpoint()).await.lease.lease_time_to_live(asked).await.expect("an answer");
+        let lease = lease.into_inner();
+        assert!(lease.granted_ttl == 5_000 && lease.keys.len() == 1, "{lease:?}");
     }
 }
 
@@ -109,6 +156,8 @@ async fn source_with_raised_revisions_is_refused_before_the_copy(backend: Backen
 
 on_both_backends!(
     auth_that_was_enabled_after_the_snapshot_is_copied,
+    users_that_change_are_copied_although_the_token_is_old,
+    lease_that_was_granted_again_has_its_new_ttl,
     keys_of_leases_that_expired_under_the_fence_end_at_the_copy,
     member_without_a_quorum_is_passed_over,
     source_with_raised_revisions_is_refused_before_the_copy,
