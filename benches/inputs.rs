@@ -97,8 +97,8 @@ impl Index {
     /// Removes all versions but the newest. Returns the number removed.
     pub fn compact(&mut self) -> usize {
         self.index.begin_compaction(self.index.head());
-        let mut removed = Vec::new();
-        while self.index.compact_step(&mut CompactionCursor::default(), usize::MAX, &mut removed) {}
+        let (mut cursor, mut removed) = (CompactionCursor::default(), Vec::new());
+        while self.index.compact_step(&mut cursor, usize::MAX, &mut removed) {}
         removed.len()
     }
 }

@@ -36,10 +36,10 @@ use crate::{
 pub enum Args {
     /// Import the keys, history and TTLs of kine, with which k3s keeps its data in SQLite, Postgres or MySQL
     ///
-    /// Stop kine, or k3s on all servers, first. The source is read in one transaction and not changed. Revisions stay as they
-    /// are, so clients of kine go on with those that they know. Each key with a TTL gets a lease of its own, which begins
-    /// when the server starts. kine stores no versions; they are computed. The command prints what it has taken, and lists
-    /// rows that make no sense.
+    /// Stop kine, or k3s on all servers, first. The source is read in one transaction and not changed. The target is a
+    /// new SQLite file or an empty Postgres database. Revisions stay as they are, so clients of kine go on with those
+    /// that they know. Each key with a TTL gets a lease of its own, which begins when the server starts. kine stores no
+    /// versions; they are computed. The command prints what it has taken, and lists rows that make no sense.
     Kine(KineArgs),
 }
 

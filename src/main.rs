@@ -57,7 +57,7 @@ enum Command {
     /// migration that was interrupted continues where it was when it is started again.
     Migrate(Box<migrate::Args>),
 
-    /// Fill this server's empty database from the database of another server, which has stopped
+    /// Fill a new SQLite file or an empty Postgres database from the database of another server, which has stopped
     #[command(subcommand)]
     Import(kine::Args),
 

@@ -5,15 +5,13 @@
 //! limited ([`ConnectionLimit`]).
 
 mod authority;
+mod bind;
 mod connection_limit;
 mod remote;
 mod timeouts;
 pub mod tls;
 
-use std::{
-    error::Error, fs::Permissions, io, net::SocketAddr, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc,
-    time::Duration,
-};
+use std::{error::Error, io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -24,7 +22,7 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixSocket, UnixStream},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
     time::{sleep, timeout},
 };
@@ -34,6 +32,7 @@ use tracing::{debug, error, warn};
 
 use self::{
     authority::AuthorityRewriter,
+    bind::{bind_tcp, bind_unix},
     remote::{Client, WithClient},
     timeouts::TimedConnection,
 };
@@ -70,9 +69,6 @@ const PENDING_RESETS_MAX: usize = 1_000;
 const OWN_RESETS_MAX: usize = 20_000;
 /// Maximum time for the headers of a request with HTTP/1, and between two requests.
 const HTTP1_IDLE_MAX: Duration = Duration::from_mins(2);
-/// Maximum number of clients that wait to be accepted; the kernel lowers it to `net.core.somaxconn`. Further ones wait for a
-/// second on TCP, and are refused on a unix socket.
-const BACKLOG: u32 = 4_096;
 /// The first byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 /// Maximum time until the first byte of a connection to a port that serves http and https.
@@ -268,37 +264,6 @@ async fn serve_all<C, S, R>(
     graceful.shutdown().await;
 }
 
-/// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
-/// that the advertised name matches certificates.
-async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
-    let found = preferred(tokio::net::lookup_host(address).await?);
-    let found = found.ok_or_else(|| io::Error::other(format!("{address} has no address")))?;
-    let socket = match found {
-        SocketAddr::V4(_) => TcpSocket::new_v4()?,
-        SocketAddr::V6(_) => TcpSocket::new_v6()?,
-    };
-    // Otherwise a restarted server could not bind while connections of the last one are in TIME_WAIT.
-    socket.set_reuseaddr(true)?;
-    socket.bind(found)?;
-    let socket = socket.listen(BACKLOG)?;
-    let port = socket.local_addr()?.port();
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    Ok((socket, format!("{host}:{port}")))
-}
-
-/// Returns the address that etcd binds of a name such as localhost: the first of IPv4, or else the first.
-fn preferred(addresses: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
-    addresses.min_by_key(SocketAddr::is_ipv6)
-}
-
-/// Binds a unix socket. Sets its mode before clients can connect.
-fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
-    let socket = UnixSocket::new_stream()?;
-    socket.bind(path)?;
-    std::fs::set_permissions(path, Permissions::from_mode(mode.0))?;
-    socket.listen(BACKLOG)
-}
-
 /// A listening socket.
 trait Accept: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
@@ -317,6 +282,8 @@ impl Accept for TcpListener {
         let (stream, remote) = Self::accept(self).await?;
         // Fails only if the client has disconnected; the first read reports that.
         let _ = stream.set_nodelay(true);
+        // A socket for IPv6 and IPv4 has clients of IPv4 with mapped addresses.
+        let remote = SocketAddr::new(remote.ip().to_canonical(), remote.port());
         Ok((stream, remote.to_string()))
     }
 
@@ -457,42 +424,5 @@ async fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path).await {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
         Ok(_) | Err(_) => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_bound_to_ipv4_as_by_etcd() {
-        let parsed = |text: &&str| text.parse::<SocketAddr>().expect("an address");
-        for (resolved, bound) in [
-            (&["[::1]:1", "127.0.0.1:1"][..], Some("127.0.0.1:1")),
-            (&["127.0.0.2:1", "127.0.0.1:1"], Some("127.0.0.2:1")),
-            (&["[::2]:1", "[::1]:1"], Some("[::2]:1")),
-            (&[], None),
-        ] {
-            assert_eq!(preferred(resolved.iter().map(parsed)), bound.map(|text| parsed(&text)), "{resolved:?}");
-        }
-    }
-
-    #[tokio::test]
-    async fn clients_that_connect_at_once_wait_to_be_accepted() {
-        const CLIENTS: usize = 300;
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("socket");
-        let _unix = bind_unix(&path, FileMode(0o600)).expect("a socket");
-        let mut clients = Vec::new();
-        for number in 0..CLIENTS {
-            clients.push(UnixStream::connect(&path).await.unwrap_or_else(|error| panic!("client {number}: {error}")));
-        }
-        drop(clients);
-        let (_tcp, address) = bind_tcp("127.0.0.1:0").await.expect("a port is free");
-        let mut clients = Vec::new();
-        for number in 0..CLIENTS {
-            let connected = timeout(Duration::from_secs(10), TcpStream::connect(&address)).await;
-            clients.push(connected.unwrap_or_else(|_| panic!("client {number} waits")).expect("a connection"));
-        }
     }
 }

@@ -110,7 +110,7 @@ pub struct Flags {
     #[arg(help_heading = REQUESTS, long, value_name = "DURATION", alias = "experimental-watch-progress-notify-interval")]
     watch_progress_notify_interval: Option<Interval>,
 
-    /// Size of the cache for values; 0 disables it [default: 256MiB]
+    /// Memory for values; 0 disables the cache [default: 256MiB]
     #[arg(help_heading = DATASTORE, long, value_name = "BYTES", value_parser = parse_bytes::<u64>)]
     value_cache_bytes: Option<u64>,
 
@@ -122,7 +122,8 @@ pub struct Flags {
     #[arg(help_heading = REQUESTS, long, value_name = "COUNT")]
     worker_threads: Option<usize>,
 
-    /// Log level: error, warn, info, debug or trace, or a filter such as info,orlop_core::watch=debug [default: info]
+    /// Log level: error, warn, info, debug, trace or off, or a filter such as info,orlop_core::watch=debug
+    /// [default: info]
     #[arg(help_heading = TELEMETRY, long, value_name = "LEVEL")]
     log_level: Option<String>,
 
@@ -130,8 +131,8 @@ pub struct Flags {
     #[arg(help_heading = TELEMETRY, long, value_name = "FORMAT")]
     log_format: Option<LogFormat>,
 
-    /// Where the log is written: stderr (also as default), stdout or paths of files, separated by commas
-    /// [default: default]
+    /// Where the log is written: stderr (also as default or systemd/journal), stdout or paths of files, separated by
+    /// commas [default: default]
     #[arg(help_heading = TELEMETRY, long, value_name = "PLACES")]
     log_outputs: Option<List<String>>,
 

@@ -228,7 +228,7 @@ mod tests {
         d4c4d65647a8b9acac8b4c7602bb2caecff40027465864d833505b11f40899acac8b24d494f6a7f8669f7db75b6ad408d25062d495875996ee5b\
         1063d5f03332e34";
 
-    fn bytes(hexadecimal: &str) -> Vec<u8> {
+    pub(super) fn bytes(hexadecimal: &str) -> Vec<u8> {
         let digits: Vec<u32> = hexadecimal.chars().filter_map(|digit| digit.to_digit(16)).collect();
         digits.chunks(2).map(|pair| u8::try_from(pair[0] << 4 | pair[1]).unwrap()).collect()
     }

@@ -43,7 +43,7 @@ enum Command {
         write_out: Format,
     },
 
-    /// Restore a snapshot of Orlop or etcd into an empty database
+    /// Restore a snapshot of Orlop or etcd into a new SQLite file or an empty Postgres database
     ///
     /// Then start a server on the database. It is a new cluster with the revisions, history, leases, users and roles of
     /// the snapshot. Leases start with their full TTL, or with the remaining one that etcd has saved; alarms are not

@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use super::{Status, requests::Durations};
+use crate::text::shown_time;
 
 const UNKNOWN: &str = "unknown";
 const NONE: &str = "none";
@@ -53,18 +54,14 @@ fn lines(lines: impl Iterator<Item = String>, none: &str) -> String {
 
 /// Formats a time with its age. 0 means that there is none.
 fn time(unix_seconds: Option<i64>, none: &str, now: SystemTime) -> String {
-    let Some(seconds) = unix_seconds.and_then(|seconds| u64::try_from(seconds).ok()) else {
-        return UNKNOWN.to_owned();
-    };
-    let at = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds));
-    let Some(at) = at.filter(|_| seconds > 0) else { return none.to_owned() };
-    let age = now.duration_since(at).unwrap_or_default();
-    let age = humantime::format_duration(Duration::from_secs(age.as_secs()));
-    // Later times have years of five digits, which cannot be formatted.
-    if seconds < 253_402_300_800 {
-        format!("{} ({age} ago)", humantime::format_rfc3339_seconds(at))
-    } else {
-        UNKNOWN.to_owned()
+    match unix_seconds {
+        None | Some(..0) => UNKNOWN.to_owned(),
+        Some(0) => none.to_owned(),
+        Some(seconds) => {
+            let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+            let age = Duration::from_secs(now.saturating_sub(seconds.cast_unsigned()));
+            format!("{} ({} ago)", shown_time(seconds.saturating_mul(1_000)), humantime::format_duration(age))
+        }
     }
 }
 
@@ -87,7 +84,8 @@ mod tests {
             (Some(0), "none"),
             (Some(1_800_000_000), "2027-01-15T08:00:00Z (1h 1m 1s ago)"),
             (Some(1_800_009_999), "2027-01-15T10:46:39Z (0s ago)"),
-            (Some(i64::MAX), "unknown"),
+            (Some(-1), "unknown"),
+            (Some(i64::MAX), "9999-12-31T23:59:59Z (0s ago)"),
         ] {
             assert_eq!(time(seconds, "none", now), want);
         }

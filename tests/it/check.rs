@@ -35,10 +35,11 @@ use tokio::task::JoinSet;
 
 use self::corruptions::{CORRUPTIONS, Copies, Corruption, POSTGRES_CORRUPTIONS};
 use crate::{
+    damaged::{LEAF, PAGE},
     durability::operate,
     snapshot::write,
     start::check_refused,
-    support::{Backend, Client, Postgres, Random, Server, eventually, on_both_backends, orlop, run},
+    support::{Backend, Client, Postgres, Random, Server, on_both_backends, orlop, run, wait_for_writes},
 };
 
 /// The location of a store, as the server's flag takes it.
@@ -303,11 +304,7 @@ async fn check_passes_on_a_running_store(backend: Backend) {
     }
     let place = Place::of(&server);
     for round in 1..=6 {
-        eventually("the writes", async || match done.load(Ordering::Relaxed) {
-            enough if enough >= round * 150 => Ok(()),
-            few => Err(few),
-        })
-        .await;
+        wait_for_writes(round * 150, &done).await;
         let place = place.clone();
         let report = tokio::task::spawn_blocking(move || place.assert_sound()).await.expect("a check");
         assert!(report["rows"].as_u64() > Some(0), "{report}");
@@ -383,8 +380,6 @@ async fn damaged_sqlite_file_is_reported_without_a_panic() {
 /// SQLite reports the pages, and then an error when it reads their rows.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_damaged_page_is_reported_if_sqlite_cannot_read_on() {
-    const PAGE: usize = 4_096;
-    const LEAF: u8 = 13;
     let folder = TempDir::new().expect("a folder");
     let file = large_sqlite_store(folder.path()).await;
     let mut bytes = fs::read(&file).expect("a file can be read");

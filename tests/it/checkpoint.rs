@@ -19,7 +19,7 @@ use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tokio::{task::JoinSet, time::sleep};
 
 use crate::{
-    support::{Backend, Client, Place, Server, eventually, skip},
+    support::{Backend, Client, Place, Server, skip, wait_for_writes},
     torture::{
         judge::check_store,
         preload::{DATABASE, EIO, Field, Preload},
@@ -59,14 +59,6 @@ impl Load {
             });
         }
         load
-    }
-
-    async fn until(&self, writes: usize) {
-        eventually("the load", || {
-            let done = self.written.load(Ordering::Relaxed);
-            async move { if done >= writes { Ok(()) } else { Err(done) } }
-        })
-        .await;
     }
 
     /// Returns the keys of all acknowledged puts.
@@ -115,7 +107,7 @@ async fn pages_whose_sync_failed_are_on_the_disk_before_the_wal_restarts() {
     let load = Load::start(server.endpoint(), "before", usize::MAX).await;
     let stop = Arc::new(AtomicBool::new(false));
     let reader = tokio::spawn(read_continually(server.data_dir().join("orlop.db"), Arc::clone(&stop)));
-    load.until(100).await;
+    wait_for_writes(100, &load.written).await;
     preload.set(Field::SyncFiles, DATABASE);
     let status = server.ended().await;
     preload.set(Field::SyncFiles, 0);

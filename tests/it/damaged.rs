@@ -25,7 +25,9 @@ use tonic::Code;
 use crate::support::{Backend, Client, DEADLINE, Lines, Postgres, Server, ended, eventually, orlop, run, run_within};
 
 /// SQLite's page size in bytes.
-const PAGE: usize = 4_096;
+pub const PAGE: usize = 4_096;
+/// The first byte of a page of rows.
+pub const LEAF: u8 = 13;
 
 /// The outcome of a start.
 #[derive(Debug)]
@@ -188,7 +190,6 @@ async fn flipped_bit_is_refused_or_in_a_value() {
 /// in its revisions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn page_that_hides_rows_is_refused() {
-    const LEAF: u8 = 13;
     let (folder, whole, _) = store(History::Whole).await;
     let pages: Vec<usize> =
         (1..whole.len() / PAGE).map(|page| page * PAGE).filter(|page| whole[*page] == LEAF).collect();
@@ -293,7 +294,6 @@ async fn postgres_of_a_newer_version_is_refused() {
 /// Overwrites pages of rows under a server that serves them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn damage_that_a_read_finds_raises_the_alarm() {
-    const LEAF: u8 = 13;
     let (folder, whole, _) = store(History::Whole).await;
     let file = folder.path().join("given.db");
     fs::write(&file, &whole).expect("a file can be written");

@@ -22,10 +22,7 @@ mod round;
 mod side;
 mod watch;
 
-use std::{
-    env,
-    hash::{BuildHasher as _, RandomState},
-};
+use std::env;
 
 use orlop_wire::proto::client::{
     etcdserverpb::{ResponseHeader, WatchCreateRequest, WatchResponse},
@@ -38,7 +35,7 @@ use self::{
     side::{Fault, Side},
     watch::WatchLog,
 };
-use crate::support::{Backend, Client, Server, on_both_backends};
+use crate::support::{Backend, Client, Server, env_number, on_both_backends, seed};
 
 /// Number of operations per round. Each round has its own seed and fresh servers, so that it can be repeated quickly.
 const ROUND_OPS: usize = 5_000;
@@ -52,8 +49,8 @@ async fn answers_equal_those_of_etcd(backend: Backend) {
         (false, Backend::Sqlite) => 20_000,
         (false, Backend::Postgres) => 10_000,
     };
-    let ops = number("ORLOP_DIFF_OPS").unwrap_or(default);
-    let first_seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
+    let ops: u64 = env_number("ORLOP_DIFF_OPS").unwrap_or(default);
+    let first_seed = seed();
     println!("seeds from {first_seed} on");
     let rounds = ops.div_ceil(ROUND_OPS as u64);
     let mut mismatches = Vec::new();
@@ -111,11 +108,6 @@ async fn compare(
 ) -> Result<Used, Box<Mismatch>> {
     let (etcd, ours) = tokio::join!(Client::connect(etcd.endpoint()), Client::connect(ours.endpoint()));
     Round::new(seed, Side::new(etcd, None), Side::new(ours, fault)).run(ops).await
-}
-
-fn number(variable: &str) -> Option<u64> {
-    let text = env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
 }
 
 #[test]

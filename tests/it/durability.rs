@@ -24,7 +24,7 @@ use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestO
 use sqlx::{Connection as _, PgConnection, SqliteConnection};
 use tonic::Code;
 
-use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends, wait_for_writes};
 
 const CLIENTS: usize = 24;
 /// Number of acknowledged writes per round before the server is stopped.
@@ -38,7 +38,7 @@ async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole(backend:
     let mut acknowledged = Acknowledged::new();
     for round in 0..4 {
         let load = Load::start(server.endpoint(), round).await;
-        load.until(ROUND_WRITES).await;
+        wait_for_writes(ROUND_WRITES, &load.written).await;
         server.kill();
         acknowledged.extend(load.finish().await);
         check_density(&server).await;
@@ -50,7 +50,7 @@ async fn acknowledged_writes_survive_kill_9_and_transactions_stay_whole(backend:
 async fn sigterm_under_load_answers_every_write_and_exits_with_0(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let load = Load::start(server.endpoint(), 0).await;
-    load.until(ROUND_WRITES).await;
+    wait_for_writes(ROUND_WRITES, &load.written).await;
     let status = server.terminate().await;
     assert!(status.success(), "{status:?}");
     let acknowledged = load.finish().await;
@@ -75,14 +75,6 @@ impl Load {
             tasks.push(tokio::spawn(write(kv, format!("{round}/{client}"), Arc::clone(&written), Arc::clone(&stop))));
         }
         Self { tasks, written, stop }
-    }
-
-    async fn until(&self, writes: usize) {
-        eventually("the load", || {
-            let done = self.written.load(Ordering::Relaxed);
-            async move { if done >= writes { Ok(()) } else { Err(done) } }
-        })
-        .await;
     }
 
     async fn finish(self) -> Acknowledged {

@@ -6,14 +6,9 @@
 
 mod moved;
 mod patroni;
+mod standby;
 
-use std::{
-    collections::BTreeMap,
-    env,
-    hash::{BuildHasher as _, RandomState},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest, SnapshotRequest};
 use tokio::time::{Instant, sleep};
@@ -21,7 +16,10 @@ use tonic::Code;
 
 use crate::{
     foreign::{has_pooler, pooler},
-    support::{Client, Cluster, Link, NetworkState, Postgres, Random, Replication, Server, database_name, eventually},
+    support::{
+        self, Client, Cluster, Link, NetworkState, Postgres, Random, Replication, Server, database_name, env_number,
+        eventually,
+    },
     torture::{judge, report::Report, workload::Workload},
 };
 
@@ -267,10 +265,9 @@ impl Setting {
     }
 }
 
-/// Returns the name of the database of an endpoint.
+/// Returns the seed of a test, and prints it.
 fn seed() -> u64 {
-    let given = env::var("ORLOP_SEED").ok().map(|text| text.parse().expect("ORLOP_SEED is a number"));
-    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
+    let seed = support::seed();
     println!("seed {seed}");
     seed
 }
@@ -300,8 +297,7 @@ async fn acknowledged_write_survives_every_failover() {
 
 /// Returns each event once, or a random sequence in the long form.
 fn events(seed: u64) -> Vec<Event> {
-    let Some(count) = env::var("ORLOP_FAILOVER_LONG").ok() else { return EVENTS.to_vec() };
-    let count: usize = count.parse().expect("ORLOP_FAILOVER_LONG is a number");
+    let Some(count) = env_number::<usize>("ORLOP_FAILOVER_LONG") else { return EVENTS.to_vec() };
     let mut random = Random::new(seed);
     (0..count).map(|_| EVENTS[random.weighted(&[6, 5, 5, 2, 1, 1, 1, 1])]).collect()
 }

@@ -49,7 +49,7 @@ use self::{
     },
 };
 use crate::support::{
-    Authority, Backend, DEADLINE, Server, Stream, eventually, everything, free_port, on_both_backends,
+    Authority, Backend, DEADLINE, Server, Stream, all, eventually, everything, free_port, on_both_backends,
 };
 
 const RANGE: &str = "/etcdserverpb.KV/Range";
@@ -64,10 +64,6 @@ const LISTS_PAUSE_MAX: Duration = Duration::from_secs(5);
 
 fn put(key: &str, bytes: usize) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: vec![b'v'; bytes].into(), ..Default::default() }
-}
-
-fn all() -> RangeRequest {
-    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
 }
 
 /// Puts `keys` keys with values of `bytes` bytes each.

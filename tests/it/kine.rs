@@ -5,8 +5,6 @@ mod odd;
 mod source;
 mod trace;
 
-use std::path::Path;
-
 use orlop_wire::proto::client::{
     etcdserverpb::{LeaseLeasesRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, WatchCreateRequest},
     mvccpb::{Event, KeyValue},
@@ -15,9 +13,7 @@ use sqlx::{Connection as _, PgConnection};
 use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
-use crate::support::{
-    Backend, Client, Postgres, Server, Stream, eventually, everything, home, on_both_backends, prints,
-};
+use crate::support::{Backend, Client, Server, Stream, eventually, everything, home, on_both_backends, prints};
 
 /// Key, create revision, mod revision, version and value of a pair.
 type Pair<'a> = (&'a str, i64, i64, i64, &'a str);
@@ -30,19 +26,11 @@ struct Imported {
     _home: TempDir,
 }
 
-/// Returns a new, empty database of Orlop.
-async fn target(backend: Backend, home: &Path) -> Option<String> {
-    Some(match backend {
-        Backend::Sqlite => format!("sqlite://{}", home.join("imported.db").display()),
-        Backend::Postgres => Postgres::shared().await?.create_database(),
-    })
-}
-
 impl Imported {
     /// Imports from an address. The store must be sound.
     async fn from(backend: Backend, url: &str) -> Option<Self> {
         let home = home();
-        let datastore = target(backend, home.path()).await?;
+        let datastore = backend.empty_database(home.path(), "imported.db").await?;
         let report = prints(&["import", "kine", "--from", url, "--datastore-endpoint", &datastore]);
         assert!(report.starts_with("imported ") && !report.contains("pass"), "{report}");
         let checked = prints(&["check", "--datastore-endpoint", &datastore]);

@@ -21,7 +21,7 @@ use tonic::{Code, Status};
 use self::txn::op;
 use crate::{
     hostile::wire::{DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers, message},
-    support::{Backend, Client, Server, eventually, http_get, on_both_backends},
+    support::{Backend, Client, Server, all, eventually, http_get, on_both_backends},
 };
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
@@ -46,10 +46,6 @@ fn delete(key: &str, end: &str) -> DeleteRangeRequest {
 
 fn range(key: &str, end: &str) -> RangeRequest {
     RangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
-}
-
-fn all() -> RangeRequest {
-    range("\0", "\0")
 }
 
 /// `key=value@mod/version`

@@ -17,7 +17,6 @@ pub mod workload;
 
 use std::{
     env,
-    hash::{BuildHasher as _, RandomState},
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -28,7 +27,7 @@ use tokio::{
 };
 
 use self::{connection::Endpoints, watcher::Watcher};
-use crate::support::{Cluster, Postgres, Random, Replication, Server};
+use crate::support::{Cluster, Postgres, Random, Replication, Server, env_number, seed};
 
 const INSTANCES: usize = 3;
 const CLIENTS: usize = 9;
@@ -79,8 +78,8 @@ impl Database<'_> {
 }
 
 async fn check(datastore: &str, database: &Database<'_>) {
-    let secs = number("ORLOP_LINEAR_SECS").unwrap_or(if env::var_os("CI").is_some() { 300 } else { 20 });
-    let seed = number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16);
+    let secs: u64 = env_number("ORLOP_LINEAR_SECS").unwrap_or(if env::var_os("CI").is_some() { 300 } else { 20 });
+    let seed = seed();
     println!("seed {seed}, {secs} seconds");
     let mut servers = Vec::new();
     for name in ["a", "b", "c"] {
@@ -168,9 +167,4 @@ async fn inject_faults(
         *endpoints.lock().expect("the lock is not poisoned") = current;
     }
     faults
-}
-
-fn number(variable: &str) -> Option<u64> {
-    let text = env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
 }

@@ -6,7 +6,9 @@ use orlop_wire::proto::client::etcdserverpb::{
     CompactionRequest, DeleteRangeRequest, HashRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest,
 };
 
-use crate::support::{Backend, Client, Postgres, Server, Stream, eventually, everything, http_get, on_both_backends};
+use crate::support::{
+    Backend, Client, Postgres, Server, Stream, all, eventually, everything, http_get, on_both_backends,
+};
 
 /// The metrics that the dashboard and the alerts of etcd's mixin, and so of kube-prometheus, query. The metrics of peers
 /// are tested with two instances.
@@ -71,17 +73,13 @@ async fn kinds(server: &Server) -> BTreeMap<String, String> {
     kinds.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
 }
 
-fn everything_range() -> RangeRequest {
-    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn etcd_metrics_are_exported_or_listed_as_missing() {
     let Some(etcd) = Server::etcd().await else { return };
     let Some(orlop) = Server::orlop(Backend::Sqlite).await else { return };
     // Some metrics appear only after the first call or the first health check.
     for server in [&etcd, &orlop] {
-        Client::connect(server.endpoint()).await.kv.range(everything_range()).await.expect("a range");
+        Client::connect(server.endpoint()).await.kv.range(all()).await.expect("a range");
         http_get(server.endpoint(), "/readyz").await;
     }
     let (theirs, ours) = (kinds(&etcd).await, kinds(&orlop).await);

@@ -172,7 +172,7 @@ enum Source {
 async fn migrates_under_load(of: Source, backend: Backend) {
     let Some(source) = source(of, backend).await else { return };
     let Some(destination) = Destination::new(backend).await else { return };
-    let link = Link::to(port(&source)).await;
+    let link = Link::to(source.port()).await;
     let address = format!("http://127.0.0.1:{}", link.port());
     add_users(&mut Client::connect(source.endpoint()).await).await;
     let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::<AtomicUsize>::default());
@@ -415,11 +415,6 @@ async fn databases_with_other_data_are_refused(backend: Backend) {
     migrator.says("restored a snapshot").await;
     migrator.kill();
     unfinished.check_refused(&other, &["it is the unfinished copy of cluster"]).await;
-}
-
-fn port(server: &Server) -> u16 {
-    let port = server.endpoint().rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-    port.expect("an endpoint ends with its port")
 }
 
 on_both_backends!(

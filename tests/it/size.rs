@@ -19,7 +19,8 @@ use tokio::time::timeout;
 use tonic::Code;
 
 use crate::support::{
-    Backend, Client, DEADLINE, Postgres, Random, Server, database_name, eventually, memory_kib, on_both_backends, skip,
+    Backend, Client, DEADLINE, Postgres, Random, Server, database_name, env_number, eventually, memory_kib,
+    on_both_backends, skip,
 };
 
 const LOADERS: usize = 8;
@@ -32,7 +33,7 @@ async fn large_store_is_read_in_pages_and_shrinks_after_compaction(backend: Back
         (true, Backend::Postgres) => 300_000,
         (false, _) => 150_000,
     };
-    let keys: usize = std::env::var("ORLOP_SIZE_KEYS").ok().and_then(|text| text.parse().ok()).unwrap_or(default);
+    let keys: usize = env_number("ORLOP_SIZE_KEYS").unwrap_or(default);
     // A small value cache, so that the test measures the index.
     let Some(mut server) = Server::orlop_with(backend, &["--value-cache-bytes", "8388608"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;

@@ -71,10 +71,7 @@ fn path(file: &Path) -> &str {
 
 /// Starts a server on a database that was filled from a snapshot.
 pub async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Server> {
-    let datastore = match backend {
-        Backend::Sqlite => format!("sqlite://{}", path(&folder.join("restored.db"))),
-        Backend::Postgres => Postgres::shared().await?.create_database(),
-    };
+    let datastore = backend.empty_database(folder, "restored.db").await?;
     let found = prints(&["snapshot", "restore", path(file), "--datastore-endpoint", &datastore]);
     assert!(found.starts_with("restored into ") && !found.contains("pass%20word"), "{found}");
     prints(&["check", "--datastore-endpoint", &datastore]);

@@ -43,12 +43,19 @@ fn errors_name_accepted_values_of_a_url_with_several_hosts() {
         ("load_balance_hosts=yes", "disable or random"),
         ("connect_timeout=soon", "1 to 3600 seconds"),
         ("port=1,2,3", "2 hosts and 3 ports"),
+        ("hostaddr=192.0.2.1", "2 hosts, but 1 in hostaddr"),
+        ("hostaddr=192.0.2.1,192.0.2.2&sslmode=verify-full", "/etc/hosts"),
+        ("sslmode=some", "sslmode must be disable, prefer, require, verify-ca or verify-full"),
     ] {
         let endpoint = format!("postgres://user:secret@a,b/db?{parameter}");
         check_refused(&["--datastore-endpoint", &endpoint], &[], &[accepted]);
     }
-    let target = ("PGTARGETSESSIONATTRS", "prefer-standby");
-    check_refused(&["--datastore-endpoint", "postgres://user:secret@a/db"], &[target], &["read-write, primary or any"]);
+    for (name, value, named) in [
+        ("PGTARGETSESSIONATTRS", "prefer-standby", "read-write, primary or any"),
+        ("PGSSLMODE", "verify_full", "PGSSLMODE must be disable, prefer, require, verify-ca or verify-full"),
+    ] {
+        check_refused(&["--datastore-endpoint", "postgres://user:secret@a/db"], &[(name, value)], &[named]);
+    }
 }
 
 #[test]
@@ -115,7 +122,6 @@ fn errors_name_invalid_settings_and_accepted_values() {
         &[],
         &["not a Postgres URL", "port"],
     );
-    check_refused(&["--datastore-endpoint", "postgres://user:secret@host/db?sslmode=some"], &[], &["ssl_mode", "some"]);
     for cut in
         ["postgres://user:12/secret@host/db", "postgres://user:12?secret@host/db", "postgres://user:12#secret@host/db"]
     {

@@ -18,8 +18,17 @@ mod server;
 mod stream;
 mod tools;
 
-use std::{fmt::Debug, future::Future, time::Duration};
+use std::{
+    fmt::{Debug, Display},
+    future::Future,
+    hash::{BuildHasher as _, RandomState},
+    path::Path,
+    str::FromStr,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use tokio::time::Instant;
 
 pub use self::{
@@ -45,6 +54,16 @@ pub use self::{
 pub enum Backend {
     Sqlite,
     Postgres,
+}
+
+impl Backend {
+    /// Returns the address of a new, empty database. That of SQLite is in `folder`.
+    pub async fn empty_database(self, folder: &Path, name: &str) -> Option<String> {
+        Some(match self {
+            Self::Sqlite => format!("sqlite://{}", folder.join(name).display()),
+            Self::Postgres => Postgres::shared().await?.create_database(),
+        })
+    }
 }
 
 /// Makes one test per backend of each listed function. The compiler reports a function that is not listed as dead code.
@@ -96,4 +115,32 @@ where
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
+}
+
+/// Waits until the counter of writes reaches `count`.
+pub async fn wait_for_writes(count: usize, counted: &AtomicUsize) {
+    eventually("the writes", async || match counted.load(Ordering::Relaxed) {
+        enough if enough >= count => Ok(()),
+        few => Err(few),
+    })
+    .await;
+}
+
+/// Returns the number in an environment variable, if it is set.
+///
+/// # Panics
+/// If its value is not a number.
+pub fn env_number<T: FromStr<Err: Display>>(variable: &str) -> Option<T> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
+}
+
+/// Returns the seed that `ORLOP_SEED` sets, or a random one.
+pub fn seed() -> u64 {
+    env_number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16)
+}
+
+/// Returns a request for all pairs.
+pub fn all() -> RangeRequest {
+    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
 }

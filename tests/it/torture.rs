@@ -17,12 +17,7 @@ mod rig;
 mod strike;
 pub mod workload;
 
-use std::{
-    env,
-    hash::{BuildHasher as _, RandomState},
-    sync::Arc,
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 
@@ -32,7 +27,7 @@ use self::{
     rig::{Rig, Target},
     workload::Workload,
 };
-use crate::support::Random;
+use crate::support::{Random, env_number, seed};
 
 /// Default number of injections of a frequent fault and of a rare one.
 const TIMES: [usize; 2] = [4, 1];
@@ -43,12 +38,12 @@ const REMARKABLE_WAIT: Duration = Duration::from_secs(5);
 /// Injects the named fault repeatedly and checks the outcomes.
 async fn torture(name: &str, target: Target) {
     let Some(fault) = FAULTS.iter().find(|fault| fault.name == name) else { panic!("{name} is not in the table") };
-    let times = match number("ORLOP_TORTURE") {
+    let times = match env_number::<usize>("ORLOP_TORTURE") {
         Some(often) => (often * fault.per_thousand).div_ceil(1_000).max(1),
         None if target == Target::Etcd => return println!("skipped: etcd is tested only if ORLOP_TORTURE is set"),
         None => TIMES[usize::from(fault.per_thousand < OFTEN)],
     };
-    let seed = number("ORLOP_SEED").map_or_else(|| RandomState::new().hash_one(()) >> 16, |seed| seed as u64);
+    let seed = seed();
     println!("{name} on {}, seed {seed}", target.name());
     let mut random = Random::new(seed);
     let Some(mut rig) = Rig::build(fault, target).await else { return };
@@ -87,11 +82,6 @@ async fn torture(name: &str, target: Target) {
         judge::check_store(&rig.servers[0]);
     }
     Report { fault: fault.what, target: target.name(), times, judged, waits }.publish();
-}
-
-fn number(variable: &str) -> Option<usize> {
-    let text = env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|error| panic!("{variable} is `{text}`: {error}")))
 }
 
 /// Makes one test for each fault and target.

@@ -147,11 +147,6 @@ impl Page {
         self.bytes.slice(self.elements[index].key.clone())
     }
 
-    /// Returns the number of elements whose keys are below a key.
-    pub(crate) fn below(&self, key: &[u8]) -> usize {
-        self.elements.partition_point(|element| self.bytes[element.key.clone()] < *key)
-    }
-
     /// Returns the page of a child, if this is a branch.
     pub(crate) fn child(&self, index: usize) -> Option<u64> {
         match self.elements.get(index)?.content {

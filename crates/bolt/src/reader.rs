@@ -79,6 +79,9 @@ pub enum Bucket {
     Inline(Bytes),
 }
 
+/// Buckets with their names, in order.
+type NamedBuckets = Vec<(Bytes, Bucket)>;
+
 impl Bucket {
     /// Returns a bucket without keys.
     pub fn empty() -> Self {
@@ -122,6 +125,11 @@ impl<S: Source> Reader<S> {
     ///
     /// [`Error::Damaged`] if something other than a bucket is among them.
     pub fn buckets(&self) -> Result<Vec<(Bytes, Bucket)>> {
+        Ok(self.read_buckets()?.0)
+    }
+
+    /// Returns also the pages that were read.
+    fn read_buckets(&self) -> Result<(NamedBuckets, Option<Used>)> {
         let mut cursor = Cursor::new(self.root.clone(), Expected::Buckets);
         cursor.used = Some(Used::default());
         let mut buckets = Vec::new();
@@ -132,7 +140,7 @@ impl<S: Source> Reader<S> {
             let bucket = if root == 0 { Bucket::Inline(value.slice(BUCKET_BYTES..)) } else { Bucket::Page(root) };
             buckets.push((name, bucket));
         }
-        Ok(buckets)
+        Ok((buckets, cursor.used))
     }
 
     /// Returns a cursor at the first key of a bucket.
@@ -146,11 +154,8 @@ impl<S: Source> Reader<S> {
     ///
     /// [`Error::Damaged`] with the first page that is wrong, or [`Error::Content`] with the visitor's text.
     pub fn visit(&self, mut visit: impl FnMut(&[u8], Bytes, Bytes) -> std::result::Result<(), String>) -> Result<()> {
-        let mut names = Cursor::new(self.root.clone(), Expected::Buckets);
-        names.used = Some(Used::default());
-        while names.next(self)?.is_some() {}
-        let mut used = names.used;
-        for (name, bucket) in self.buckets()? {
+        let (buckets, mut used) = self.read_buckets()?;
+        for (name, bucket) in buckets {
             let mut cursor = Cursor { used, ..self.cursor(&bucket) };
             while let Some((key, value)) = cursor.next(self)? {
                 visit(&name, key, value).map_err(Error::Content)?;
@@ -234,35 +239,18 @@ enum Expected {
 /// A position in a bucket. It holds one page of each level.
 pub struct Cursor {
     expected: Expected,
-    start: Start,
+    /// `None`: it was read.
+    root: Option<Bucket>,
     /// The pages from the root to a leaf, each with the index of the next element.
     path: Vec<(Page, usize)>,
-    /// The last key that was returned or passed.
+    /// The last key that was returned.
     last: Option<Bytes>,
     used: Option<Used>,
 }
 
-enum Start {
-    /// The root is not read yet.
-    At {
-        root: Bucket,
-        key: Option<Bytes>,
-    },
-    Passed,
-}
-
 impl Cursor {
     fn new(root: Bucket, expected: Expected) -> Self {
-        Self { expected, start: Start::At { root, key: None }, path: Vec::new(), last: None, used: None }
-    }
-
-    /// Moves a new cursor to the first key that is not below `key`.
-    #[must_use]
-    pub fn seek(mut self, key: Bytes) -> Self {
-        if let Start::At { key: from, .. } = &mut self.start {
-            *from = Some(key);
-        }
-        self
+        Self { expected, root: Some(root), path: Vec::new(), last: None, used: None }
     }
 
     /// Returns the next key and its value; `None` at the end of the bucket.
@@ -271,8 +259,8 @@ impl Cursor {
     ///
     /// [`Error::Damaged`] with the first page that is wrong.
     pub fn next<S: Source>(&mut self, reader: &Reader<S>) -> Result<Option<(Bytes, Bytes)>> {
-        if let Start::At { root, key } = std::mem::replace(&mut self.start, Start::Passed) {
-            self.begin(reader, root, key)?;
+        if let Some(root) = self.root.take() {
+            self.begin(reader, root)?;
         }
         loop {
             let Some((page, index)) = self.path.last_mut() else { return Ok(None) };
@@ -314,9 +302,9 @@ impl Cursor {
         }
     }
 
-    fn begin<S: Source>(&mut self, reader: &Reader<S>, root: Bucket, from: Option<Bytes>) -> Result<()> {
+    fn begin<S: Source>(&mut self, reader: &Reader<S>, root: Bucket) -> Result<()> {
         match root {
-            Bucket::Page(id) => self.enter(reader, id)?,
+            Bucket::Page(id) => self.enter(reader, id),
             Bucket::Inline(bytes) => {
                 let id = self.page();
                 let header = Header::read(&bytes, id, 0)?;
@@ -325,24 +313,9 @@ impl Cursor {
                     return Err(Error::page(id, "has an inline bucket that is not one leaf"));
                 }
                 self.path.push((page, 0));
+                Ok(())
             }
         }
-        let Some(from) = from else { return Ok(()) };
-        while let Some((page, index)) = self.path.last_mut() {
-            let below = page.below(&from);
-            if page.kind == Kind::Leaf {
-                *index = below;
-                break;
-            }
-            // The last child whose first key is not above the wanted one may contain it.
-            let exact = below < page.len() && page.key(below) == from;
-            *index = if exact { below } else { below.saturating_sub(1) };
-            let (at, key) = (*index, page.key(*index));
-            *index += 1;
-            let Some(child) = page.child(at) else { break };
-            self.descend(reader, child, key)?;
-        }
-        Ok(())
     }
 
     fn descend<S: Source>(&mut self, reader: &Reader<S>, id: u64, least: Bytes) -> Result<()> {

@@ -84,25 +84,6 @@ fn what_was_written_is_read() {
 }
 
 #[test]
-fn a_cursor_finds_every_key() {
-    let content: Content = [vec![], numbered(5_000, 5, 40), vec![]];
-    let file = write(&content);
-    let reader = Reader::open(&file[..], file.len() as u64).unwrap();
-    let (_, bucket) = &reader.buckets().unwrap()[1];
-    let first = |key: &[u8]| {
-        let found = reader.cursor(bucket).seek(Bytes::copy_from_slice(key)).next(&reader).unwrap();
-        found.map(|(key, _)| String::from_utf8(key.to_vec()).unwrap())
-    };
-    for number in 0..5_000 {
-        let key = format!("{number:05}");
-        assert_eq!(first(key.as_bytes()), Some(key.clone()));
-        let next = format!("{:05}", number + 1);
-        assert_eq!(first(format!("{key}x").as_bytes()), (number < 4_999).then_some(next));
-    }
-    assert_eq!(first(b""), Some("00000".to_owned()));
-}
-
-#[test]
 fn a_writer_refuses_what_no_reader_would_accept() {
     let mut planner = Planner::default();
     planner.bucket("b").unwrap();

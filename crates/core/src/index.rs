@@ -43,6 +43,10 @@ pub enum Unreadable {
     Future,
 }
 
+/// Rows that a step of a compaction removes before it ends, at the end of a key: a few keys can have as many rows as all
+/// others.
+const COMPACT_STEP_ROWS: usize = 20_000;
+
 /// The tree index. Two indexes are equal if they give the same results at every readable revision.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TreeIndex {
@@ -194,16 +198,18 @@ impl TreeIndex {
         self.keys.get(key)?.at(at)
     }
 
-    /// Returns the rows of a key that no compaction has removed, oldest first.
-    pub fn rows(&self, key: &[u8]) -> Vec<IndexedRow> {
-        self.keys.get(key).map(KeyIndex::rows).unwrap_or_default()
+    /// Returns the rows of a key in [from, to] that no compaction has removed, oldest first. Does not walk others, from
+    /// either end.
+    pub fn rows(&self, key: &[u8], from: RowId, to: RowId) -> impl DoubleEndedIterator<Item = IndexedRow> {
+        self.keys.get(key).into_iter().flat_map(move |index| index.rows(from, to))
     }
 
     /// Returns the first changes of a key at or above `from`, at most `max`, oldest first.
     pub fn changes(&self, key: &[u8], from: Revision, max: usize) -> Vec<IndexedChange> {
         let Some(index) = self.keys.get(key) else { return Vec::new() };
         let mut live = index.at(from.prev()).map(|entry| entry.version.row);
-        let indexed = index.rows_from(from).take(max).map(|(row, is_delete)| {
+        let rows = index.rows(RowId::new(from, 0), RowId::new(Revision::MAX, u32::MAX));
+        let indexed = rows.take(max).map(|IndexedRow { row, is_delete }| {
             let prev = std::mem::replace(&mut live, (!is_delete).then_some(row));
             IndexedChange { row, is_delete, prev }
         });
@@ -291,7 +297,8 @@ impl TreeIndex {
     }
 
     /// Frees the history that no read at or above the compact revision needs, for at most `budget` keys, and adds its
-    /// rows to `removed`. Returns whether keys are left.
+    /// rows to `removed`. Ends earlier after a key with which it has removed [`COMPACT_STEP_ROWS`]. Returns whether keys
+    /// may be left.
     pub fn compact_step(
         &mut self,
         cursor: &mut CompactionCursor,
@@ -303,12 +310,13 @@ impl TreeIndex {
         let mut dropped = Vec::new();
         let mut last = None;
         let mut seen = 0;
+        let rows_max = removed.len() + COMPACT_STEP_ROWS;
         for (key, index) in self.keys.range_mut((start, Bound::Unbounded)) {
             if index.compact(revision, removed) == Fate::Drop {
                 dropped.push(key.clone());
             }
             seen += 1;
-            if seen == budget {
+            if seen == budget || removed.len() >= rows_max {
                 last = Some(key.clone());
                 break;
             }

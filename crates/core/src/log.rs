@@ -416,9 +416,12 @@ pub trait Log: History {
     /// occurs twice may be omitted once.
     async fn values(&self, rows: &[RowId]) -> Result<Vec<(RowId, EncodedKv)>>;
 
-    /// Returns the lengths of the values in these rows in bytes, in any order, without reading the values. Omits rows
-    /// that contain a delete or were compacted.
-    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>>;
+    /// Returns the lengths of the values in these rows in bytes, in any order. Omits rows that contain a delete or were
+    /// compacted. The log of a database does not read the values for this.
+    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
+        let lengths = self.values(rows).await?.into_iter().map(|(row, kv)| (row, kv.value_slice().len() as u64));
+        Ok(lengths.collect())
+    }
 
     /// Returns the secret key that signs tokens. It is random, belongs to this log alone, and never changes.
     async fn token_key(&self) -> Result<Vec<u8>>;

@@ -48,27 +48,19 @@ fn block(out: &mut Lines, node: &Node, depth: usize, lead: &str) {
 }
 
 fn entry(out: &mut Lines, key: &str, child: &Node, depth: usize) {
-    match child {
-        Node::Map(map) if !map.is_empty() => {
-            out.push(key, None);
-            block(out, child, depth + 2, &" ".repeat(depth + 2));
-        }
-        Node::List(items) if !items.is_empty() => {
-            out.push(key, None);
-            block(out, child, depth, &" ".repeat(depth));
-        }
-        Node::Text(text) if is_literal(text) => literal(out, &format!("{key} "), text, depth + 2),
+    let depth = match child {
+        Node::Map(map) if !map.is_empty() => depth + 2,
+        Node::List(items) if !items.is_empty() => depth,
         Node::Null
         | Node::Bool(_)
         | Node::Number(_)
         | Node::Text(_)
         | Node::Masked(_)
         | Node::List(_)
-        | Node::Map(_) => {
-            let (text, hidden) = child.inline(quoted);
-            out.push(&format!("{key} {text}"), hidden);
-        }
-    }
+        | Node::Map(_) => return block(out, child, depth + 2, &format!("{key} ")),
+    };
+    out.push(key, None);
+    block(out, child, depth, &" ".repeat(depth));
 }
 
 /// Reports whether a text has several lines and can stand in YAML as it is.

@@ -14,6 +14,10 @@ use crate::{
     rows::{LogRow, RowColumns, consume_budget_for, row_id},
 };
 
+/// Number of rows that one call of [`orlop_core::log::Archive::prune`] deletes.
+pub(crate) const PRUNE_ROWS: i64 = 500;
+pub(crate) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
+
 /// The columns that [`page`] reads.
 macro_rules! archive_columns {
     () => {

@@ -40,7 +40,10 @@ use std::{
 
 use async_trait::async_trait;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
-use tokio::{task::JoinHandle, time::timeout};
+use tokio::{
+    task::JoinHandle,
+    time::{Instant, timeout},
+};
 use tracing::{debug, warn};
 
 pub(crate) use self::connection::has_unescaped_password;
@@ -91,6 +94,9 @@ pub struct PostgresLog {
     run: i64,
     /// Whether the last heartbeat found another run under the name of this instance.
     found_other_run: AtomicBool,
+    /// Until then a start waits for the database.
+    start_deadline: Instant,
+    has_beaten: AtomicBool,
     replication: replication::Monitor,
     /// Asks all hosts. The address of a single one may lead to another server later.
     search: JoinHandle<()>,
@@ -108,14 +114,15 @@ impl PostgresLog {
     /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max, settings.durability)?;
+        let start_deadline = Instant::now() + SERVER_WAIT_MAX;
         let mut first = database.connect_within(SERVER_WAIT_MAX).await?;
         database.migrate(&mut first.connection).await?;
         let facts = async {
             let facts = sqlx::query_as(FACTS).fetch_one(&mut first.connection).await?;
             Ok((facts, replication::state(&mut first.connection).await?))
         };
-        let ((cluster_id, channel), state): ((i64, String), _) =
-            with_timeout(facts).await.map_err(|error| database.open_error("read", &error))?;
+        let failed = |error: sqlx::Error| database.open_error("read", &error);
+        let ((cluster_id, channel), state): ((i64, String), _) = with_timeout(facts).await.map_err(failed)?;
         let replication = replication::Monitor::default();
         replication.update(state);
         let member = Member {
@@ -124,8 +131,9 @@ impl PostgresLog {
             client_urls: settings.client_urls,
         };
         let run = (RandomState::new().hash_one(0) >> 1).cast_signed();
+        let appender = with_timeout(Appender::new(first, run)).await.map_err(failed)?;
         Ok(Self {
-            appender: Appender::new(first, run),
+            appender,
             position_connection: Dedicated::default(),
             listener: Listener::start(database.clone(), channel),
             replication,
@@ -135,6 +143,8 @@ impl PostgresLog {
             member,
             run,
             found_other_run: AtomicBool::new(false),
+            start_deadline,
+            has_beaten: AtomicBool::new(false),
             free_bytes: AtomicI64::new(0),
         })
     }
@@ -182,6 +192,8 @@ fn logged_lease(row: &PgRow) -> sqlx::Result<LoggedLease> {
 
 /// Time without an answer to a heartbeat after which all hosts are asked which is the primary.
 const HEARTBEAT_ANSWER_MAX: Duration = Duration::from_secs(3);
+/// The cause of a heartbeat that takes long although the server answers, if replication is synchronous.
+const COMMITS_WAIT: &str = "commits do not complete; is a synchronous standby connected?";
 /// Pause between two searches while a heartbeat is not answered.
 const SEARCH_PAUSE: Duration = Duration::from_secs(1);
 /// Pause between two searches at all times. A former primary that still answers is left after this time.
@@ -325,7 +337,52 @@ impl SharedLog for PostgresLog {
         rows.iter().map(logged_lease).collect::<sqlx::Result<_>>().map_err(corrupt)
     }
 
+    /// Repeats the first heartbeat, which is the first commit of a start, while it seems to wait for a standby.
     async fn beat(&self) -> Result<Vec<Member>> {
+        loop {
+            let began = Instant::now();
+            let cause = match self.beat_on_the_primary().await {
+                Err(Error::Unavailable(cause)) => cause,
+                answer => {
+                    self.has_beaten.fetch_or(answer.is_ok(), Ordering::Relaxed);
+                    return answer;
+                }
+            };
+            if self.has_beaten.load(Ordering::Relaxed) || !self.waits_for_standby(began).await {
+                return Err(Error::Unavailable(cause));
+            }
+            if Instant::now() > self.start_deadline {
+                let text = format!("cannot send the first heartbeat: {COMMITS_WAIT} ({cause})");
+                return Err(Error::Unavailable(text));
+            }
+            warn!(error = cause, "cannot send the first heartbeat: {COMMITS_WAIT}");
+        }
+    }
+}
+
+impl PostgresLog {
+    /// Returns the state as the session that was asked has it.
+    async fn check_replication(&self) -> Option<replication::State> {
+        match read!(self.database, connection => replication::state(connection)) {
+            Ok(state) => {
+                let is_synchronous = state.is_synchronous && self.appender.waits_for_standby();
+                self.replication.update(replication::State { is_synchronous, ..state });
+                Some(state)
+            }
+            Err(error) => {
+                debug!(%error, "cannot read the state of the replication; trying again");
+                None
+            }
+        }
+    }
+
+    /// Returns whether a heartbeat that failed seems to have waited for a standby: it took long, and the server answers.
+    async fn waits_for_standby(&self, began: Instant) -> bool {
+        let took_long = began.elapsed() > HEARTBEAT_ANSWER_MAX;
+        took_long && self.check_replication().await.is_some_and(|state| state.is_synchronous)
+    }
+
+    async fn beat_on_the_primary(&self) -> Result<Vec<Member>> {
         let mut beating = pin!(self.send_heartbeat());
         match timeout(HEARTBEAT_ANSWER_MAX, &mut beating).await {
             Ok(answer) => answer,
@@ -334,15 +391,6 @@ impl SharedLog for PostgresLog {
                 answer = beating => answer,
                 never = self.database.look_for_primary(SEARCH_PAUSE) => match never {},
             },
-        }
-    }
-}
-
-impl PostgresLog {
-    async fn check_replication(&self) {
-        match read!(self.database, connection => replication::state(connection)) {
-            Ok(state) => self.replication.update(state),
-            Err(error) => debug!(%error, "cannot read the state of the replication; trying again"),
         }
     }
 

@@ -75,7 +75,7 @@ use orlop_core::{
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
-/// Maximum time to wait for a lock of SQLite, which another process may hold.
+/// Maximum time to wait for a lock of SQLite, which another process may hold, for example while it opens the file.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Settings of every connection to the log.
 const PRAGMAS: [(&str, &str); 4] = [
@@ -84,7 +84,7 @@ const PRAGMAS: [(&str, &str); 4] = [
     ("temp_store", "MEMORY"),
     ("cache_size", "-8192"),
 ];
-/// Maximum number of connections for reads. Further reads wait.
+/// Maximum number of connections of each kind for reads. Further reads wait.
 const READERS_MAX: u32 = 4;
 /// Growth of the WAL at which a check of the pages ends early: the space of a disk is worth more than the check.
 const CHECK_WAL_GROWTH_MAX: u64 = 1 << 30;

@@ -118,11 +118,7 @@ fn decoded(string: &[u8]) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn bytes(hexadecimal: &str) -> Vec<u8> {
-        let digits: Vec<u32> = hexadecimal.chars().filter_map(|digit| digit.to_digit(16)).collect();
-        digits.chunks(2).map(|pair| u8::try_from(pair[0] << 4 | pair[1]).unwrap()).collect()
-    }
+    use crate::net::authority::tests::bytes;
 
     #[test]
     fn huffman_code_is_decoded() {

@@ -7,13 +7,6 @@ use tempfile::TempDir;
 use super::*;
 use crate::support::{orlop, prints, run};
 
-async fn empty_database(backend: Backend, folder: &Path, name: &str) -> Option<String> {
-    Some(match backend {
-        Backend::Sqlite => format!("sqlite://{}", folder.join(name).display()),
-        Backend::Postgres => Postgres::shared().await?.create_database(),
-    })
-}
-
 /// Starts a server with retention on a database that was filled, and which must be sound.
 async fn started(datastore: &str) -> (Server, Client) {
     prints(&["check", "--datastore-endpoint", datastore]);
@@ -58,7 +51,7 @@ async fn snapshot_takes_the_history_along(backend: Backend) {
     assert_eq!(status["archivedRows"], of_source.0.archived_rows);
 
     for into in [Backend::Sqlite, Backend::Postgres] {
-        let Some(datastore) = empty_database(into, home.path(), "restored.db").await else { return };
+        let Some(datastore) = into.empty_database(home.path(), "restored.db").await else { return };
         prints(&["snapshot", "restore", file, "--datastore-endpoint", &datastore]);
         let (_server, mut client) = started(&datastore).await;
         assert_eq!(whole(&mut client, &model).await, of_source, "into {into:?}");
@@ -89,7 +82,7 @@ async fn snapshot_without_history_begins_at_the_compact_revision(backend: Backen
         // The rows between the compact revision and the raised one are dropped.
         ("raised", &with, &raised, model.head() + 1000),
     ] {
-        let Some(datastore) = empty_database(backend, home.path(), name).await else { return };
+        let Some(datastore) = backend.empty_database(home.path(), name).await else { return };
         if backend == Backend::Postgres {
             // A server has begun an archive on the empty database. It is of no use for the restored store.
             let mut server = Server::orlop_on(&datastore, &KEEP).await;
@@ -108,7 +101,7 @@ async fn migration_takes_the_history_along(backend: Backend) {
     let mut client = Client::connect(source.endpoint()).await;
     let (mut model, mut random) = (Model::new(), Random::new(33));
     let home = TempDir::new().expect("a folder");
-    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let Some(datastore) = backend.empty_database(home.path(), "copy.db").await else { return };
     let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
     fill(&mut client, &mut model, &mut random).await;
     prints(&[&migrate[..], &KEEP].concat());
@@ -134,7 +127,7 @@ async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
     let mut client = Client::connect(source.endpoint()).await;
     let mut model = Model::new();
     let home = TempDir::new().expect("a folder");
-    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let Some(datastore) = backend.empty_database(home.path(), "copy.db").await else { return };
     let migrate = ["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore];
     let migrate = [&migrate[..], &KEEP].concat();
     for (key, value) in [("a", "1"), ("a", "2"), ("b", "1")] {
@@ -227,7 +220,7 @@ async fn history_of_etcd_is_refused(backend: Backend) {
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("the server does not send it: it is etcd or an older version of Orlop"), "{text}");
     // A migration begins the history at the copy.
-    let Some(datastore) = empty_database(backend, home.path(), "copy.db").await else { return };
+    let Some(datastore) = backend.empty_database(home.path(), "copy.db").await else { return };
     let mut client = Client::connect(etcd.endpoint()).await;
     let mut model = Model::new();
     for number in 0..10 {

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::*;
-use crate::support::Random;
+use crate::support::{Random, env_number};
 
 const SEEDS: u64 = 12;
 const STEPS: usize = 120;
@@ -132,8 +132,7 @@ impl Model {
 }
 
 async fn random_histories_are_served_as_kine_served_them(backend: Backend) {
-    let seed = std::env::var("ORLOP_SEED").ok().and_then(|seed| seed.parse().ok());
-    for seed in seed.map_or(1..=SEEDS, |seed| seed..=seed) {
+    for seed in env_number("ORLOP_SEED").map_or(1..=SEEDS, |seed| seed..=seed) {
         println!("seed {seed}");
         let mut random = Random::new(seed);
         let mut model = Model::new();

@@ -284,7 +284,7 @@ async fn names_that_differ_in_case_are_different_keys(backend: Backend) {
 /// Runs an import that must fail, and returns its error. The target stays empty.
 async fn refused(backend: Backend, url: &str) -> Option<String> {
     let home = home();
-    let datastore = target(backend, home.path()).await?;
+    let datastore = backend.empty_database(home.path(), "imported.db").await?;
     let output = run(&mut orlop(["import", "kine", "--from", url, "--datastore-endpoint", &datastore]));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && output.stdout.is_empty(), "{text}");
@@ -370,7 +370,7 @@ async fn running_kine_is_detected(backend: Backend) {
         assert!(text.contains("is in use by 1 other sessions: stop kine or k3s"), "{text}");
         drop(session);
         let home = home();
-        let Some(datastore) = target(backend, home.path()).await else { return };
+        let Some(datastore) = backend.empty_database(home.path(), "imported.db").await else { return };
         eventually("an import after the end of the session", async || {
             let output = run(&mut orlop(["import", "kine", "--from", &source.url, "--datastore-endpoint", &datastore]));
             if output.status.success() { Ok(()) } else { Err(output) }
@@ -410,7 +410,7 @@ async fn users_of_mysql_log_in(backend: Backend) {
 async fn target_with_content_is_refused(backend: Backend) {
     let Some(source) = Source::of(Kind::Sqlite, &live_example()).await else { return };
     let home = home();
-    let Some(datastore) = target(backend, home.path()).await else { return };
+    let Some(datastore) = backend.empty_database(home.path(), "imported.db").await else { return };
     let arguments = ["import", "kine", "--from", &source.url, "--datastore-endpoint", &datastore];
     prints(&arguments);
     let output = run(&mut orlop(arguments));

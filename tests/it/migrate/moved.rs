@@ -25,7 +25,7 @@ use tokio::{
 use tokio_stream::StreamExt as _;
 use tonic::Status;
 
-use super::{Destination, Source, WRITERS, port, source};
+use super::{Destination, Source, WRITERS, source};
 use crate::{
     snapshot::put,
     support::{Backend, Client, DEADLINE, Etcd, Link, everything, on_both_backends},
@@ -135,7 +135,7 @@ fn seen_event(event: Event) -> (i64, String, String) {
 async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
     let Some(source) = source(of, backend).await else { return };
     let Some(destination) = Destination::new(backend).await else { return };
-    let balancer = Link::to(port(&source)).await;
+    let balancer = Link::to(source.port()).await;
     let address = format!("http://127.0.0.1:{}", balancer.port());
     let mut client = Client::connect(&address).await;
     let lease = client.lease.lease_grant(LeaseGrantRequest { ttl: 30, id: 0 }).await.expect("a lease").into_inner().id;
@@ -151,7 +151,7 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
     migrator.says("restored a snapshot").await;
     migrator.kill();
     let copy = destination.cut_over(&source, &["--fence"]).await;
-    balancer.set_target(port(&copy));
+    balancer.set_target(copy.port());
     balancer.reset();
     moved.store(true, Ordering::Relaxed);
     let mut record = Record::default();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Destination, port};
+use super::Destination;
 use crate::{
     snapshot::put,
     support::{Backend, Client, Link, NetworkState, Server, on_both_backends},
@@ -14,7 +14,7 @@ const IS_FENCED: &str = "the source refuses writes from now on";
 
 /// Returns a way to the source on which every answer takes 0.4 s, so that a migration can be stopped between two steps.
 async fn slow_link(source: &Server) -> (Link, String) {
-    let link = Link::to(port(source)).await;
+    let link = Link::to(source.port()).await;
     link.set_network(NetworkState::Slow(Duration::from_millis(200)));
     let address = format!("http://127.0.0.1:{}", link.port());
     (link, address)

@@ -211,10 +211,7 @@ async fn history_in_etcd_is_taken_only_if_it_is_complete(backend: Backend) {
         let _ = client.kv.compact(CompactionRequest { revision: compacted, physical: true }).await;
         let folder = TempDir::new().expect("a folder");
         let file = save(&mut client, folder.path()).await;
-        let datastore = match backend {
-            Backend::Sqlite => format!("sqlite://{}", path(&folder.path().join("restored.db"))),
-            Backend::Postgres => Postgres::shared().await.expect("it is there").create_database(),
-        };
+        let datastore = backend.empty_database(folder.path(), "restored.db").await.expect("it is there");
         let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
         let found = prints(&[&restore[..], flags].concat());
         assert!(found.ends_with(ending), "{compacted} {flags:?}: {found}");
@@ -234,13 +231,7 @@ async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
     let file = save(&mut client, home.path()).await;
     let flags = ["--bump-revision", "1000", "--mark-compacted"];
     let Some(etcd) = restored_by(Etcd::Reference, &file, home.path(), &flags).await else { return };
-    let datastore = match backend {
-        Backend::Sqlite => format!("sqlite://{}", path(&home.path().join("restored.db"))),
-        Backend::Postgres => match Postgres::shared().await {
-            Some(postgres) => postgres.create_database(),
-            None => return,
-        },
-    };
+    let Some(datastore) = backend.empty_database(home.path(), "restored.db").await else { return };
     let restore = ["snapshot", "restore", path(&file), "--datastore-endpoint", &datastore];
     check_refused_flags(&[&restore[..], &flags[..2]].concat());
     let far = (i64::MAX - 1_000).to_string();
@@ -431,13 +422,7 @@ async fn stopped_etcd_is_restored(etcd: Etcd, backend: Backend) {
     check_refused(&["snapshot", "status", path(&folder.join("member"))], &["is not a data directory of etcd"]);
     let home = TempDir::new().expect("a folder");
     check_refused(&["snapshot", "status", path(&file)], &["--skip-hash-check"]);
-    let datastore = match backend {
-        Backend::Sqlite => format!("sqlite://{}", path(&home.path().join("restored.db"))),
-        Backend::Postgres => match Postgres::shared().await {
-            Some(postgres) => postgres.create_database(),
-            None => return,
-        },
-    };
+    let Some(datastore) = backend.empty_database(home.path(), "restored.db").await else { return };
     let of_file = prints(&["snapshot", "status", path(&file), "--skip-hash-check"]);
     assert_eq!(prints(&["snapshot", "status", path(&folder)]), of_file);
     prints(&["snapshot", "restore", path(&folder), "--datastore-endpoint", &datastore]);

@@ -19,10 +19,9 @@ use sqlx::{
     Connection as _, PgConnection, SqlStr,
     migrate::{Migration, MigrationType, Migrator},
 };
-use tempfile::TempDir;
 use tokio::sync::OnceCell;
 
-use super::{eventually, run, skip};
+use super::{eventually, home, run, skip};
 
 /// A shell script that runs the server and starts, stops (in immediate or fast mode) or crashes it on the orders that it
 /// reads from its standard input. When the input ends, it stops the server and removes the folder. `$1` is the folder; the
@@ -378,13 +377,6 @@ pub fn user() -> (Vec<&'static str>, String) {
     } else {
         (vec!["env"], own.to_string())
     }
-}
-
-/// Creates a folder, in memory if possible.
-fn home() -> TempDir {
-    let memory = Path::new("/dev/shm");
-    let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
-    made.expect("a temporary directory can be made")
 }
 
 /// Returns a port that was not returned before and that nobody listens on. Linux gives ports from 32768 on to sockets that

@@ -133,6 +133,11 @@ impl Server {
         &self.endpoint
     }
 
+    pub fn port(&self) -> u16 {
+        let port = self.endpoint.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+        port.expect("an endpoint ends with its port")
+    }
+
     pub fn pid(&self) -> u32 {
         self.process.id()
     }

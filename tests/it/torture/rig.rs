@@ -94,7 +94,7 @@ impl Rig {
             }
         }
         for server in &rig.servers {
-            rig.client_links.push(Link::to(port(server)).await);
+            rig.client_links.push(Link::to(server.port()).await);
         }
         Some(rig)
     }
@@ -167,7 +167,7 @@ impl Rig {
     /// Kills a server, if it still runs, and starts it again. Directs its clients to the new port.
     pub async fn restart(&mut self, number: usize) {
         self.servers[number].restart().await;
-        self.client_links[number].set_target(port(&self.servers[number]));
+        self.client_links[number].set_target(self.servers[number].port());
     }
 
     /// Waits until every client has a response to a request sent after this call.
@@ -194,11 +194,6 @@ impl Rig {
             sleep(Duration::from_millis(5)).await;
         }
     }
-}
-
-fn port(server: &Server) -> u16 {
-    let port = server.endpoint().rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-    port.expect("an endpoint ends with its port")
 }
 
 /// Sets a server's soft limit of a resource; the hard limit stays.

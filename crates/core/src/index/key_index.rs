@@ -45,10 +45,10 @@ pub(super) struct KeyIndex {
     pub(super) history: Option<Box<History>>,
 }
 
-/// A row of a key. The end of the newest put is [`Revision::MAX`].
+/// A row of a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IndexedRow {
-    pub superseded: Superseded,
+    pub row: RowId,
     pub is_delete: bool,
 }
 
@@ -172,30 +172,23 @@ impl KeyIndex {
         fate
     }
 
-    /// Returns all rows, oldest first.
-    pub(super) fn rows(&self) -> Vec<IndexedRow> {
-        let rows: Vec<(RowId, bool)> = self.rows_from(Revision(0)).collect();
-        let next = rows.iter().skip(1).map(|(row, _)| row.revision).chain([Revision::MAX]);
-        let indexed = rows.iter().zip(next).map(|(&(row, is_delete), next)| {
-            let end = if is_delete { row.revision } else { next };
-            IndexedRow { superseded: Superseded { row, end }, is_delete }
-        });
-        indexed.collect()
-    }
-
-    /// Returns the rows at or above `from`, oldest first, and whether each is a tombstone. Does not walk those before.
-    pub(super) fn rows_from(&self, from: Revision) -> impl Iterator<Item = (RowId, bool)> {
+    /// Returns the rows in [from, to], oldest first. Does not walk others, from either end.
+    pub(super) fn rows(&self, from: RowId, to: RowId) -> impl DoubleEndedIterator<Item = IndexedRow> {
         let history = self.history.as_deref();
         let closed = history.map(|history| history.closed.as_slice()).unwrap_or_default();
         let earlier = history.map(|history| history.earlier.as_slice()).unwrap_or_default();
         let is_newest_closed = closed.last().is_some_and(|last| last.tombstone == self.newest.row);
-        let has_newest = !is_newest_closed && self.newest.row.revision >= from;
-        let newest = has_newest.then(|| (self.newest.row, self.newest.is_tombstone()));
-        let ended = closed.partition_point(|generation| generation.tombstone.revision < from);
-        closed[ended..]
+        let has_newest = !is_newest_closed && (from..=to).contains(&self.newest.row);
+        let newest = has_newest.then(|| IndexedRow { row: self.newest.row, is_delete: self.newest.is_tombstone() });
+        let closed = &closed[closed.partition_point(|generation| generation.tombstone < from)..];
+        let closed = &closed[..closed.partition_point(|generation| generation.oldest_row() <= to)];
+        closed
             .iter()
-            .flat_map(move |generation| puts_from(&generation.puts, from).chain([(generation.tombstone, true)]))
-            .chain(puts_from(earlier, from))
+            .flat_map(move |generation| {
+                let tombstone = IndexedRow { row: generation.tombstone, is_delete: true };
+                puts_within(&generation.puts, from, to).chain((tombstone.row <= to).then_some(tombstone))
+            })
+            .chain(puts_within(earlier, from, to))
             .chain(newest)
     }
 
@@ -206,7 +199,7 @@ impl KeyIndex {
     fn oldest_row(&self) -> RowId {
         let history = self.history.as_deref();
         let in_history = history.and_then(|history| match history.closed.first() {
-            Some(generation) => Some(*generation.puts.first().unwrap_or(&generation.tombstone)),
+            Some(generation) => Some(generation.oldest_row()),
             None => history.earlier.first().copied(),
         });
         in_history.unwrap_or(self.newest.row)
@@ -297,20 +290,15 @@ impl History {
     }
 
     fn closed_at(&self, at: Revision) -> Option<Version> {
-        for generation in self.closed.iter().rev() {
-            if generation.tombstone.revision <= at {
-                return None;
-            }
-            let puts = count_until(&generation.puts, at);
-            if puts > 0 {
-                return Some(Version {
-                    row: generation.puts[puts - 1],
-                    create_revision: generation.create_revision,
-                    version: generation.first_version + (puts as i64 - 1),
-                });
-            }
-        }
-        None
+        // Those before have ended, and those behind begin at or above its tombstone.
+        let first = self.closed.partition_point(|generation| generation.tombstone.revision <= at);
+        let generation = self.closed.get(first)?;
+        let newest = count_until(&generation.puts, at).checked_sub(1)?;
+        Some(Version {
+            row: generation.puts[newest],
+            create_revision: generation.create_revision,
+            version: generation.first_version + newest as i64,
+        })
     }
 
     /// Removes all rows before `revision`, for a key with a row at `revision`, which supersedes them.
@@ -359,8 +347,12 @@ impl Generation {
         Self { create_revision: Revision(0), first_version: 1, puts: Vec::new(), tombstone }
     }
 
+    fn oldest_row(&self) -> RowId {
+        *self.puts.first().unwrap_or(&self.tombstone)
+    }
+
     fn starts_at_or_below(&self, revision: Revision) -> bool {
-        self.puts.first().unwrap_or(&self.tombstone).revision <= revision
+        self.oldest_row().revision <= revision
     }
 
     fn into_rows(self) -> impl Iterator<Item = Superseded> {
@@ -381,9 +373,11 @@ fn has_row_at(rows: &[RowId], revision: Revision) -> bool {
     count_until(rows, revision) > count_until(rows, revision.prev())
 }
 
-/// Returns the puts at or above the revision, as [`KeyIndex::rows_from`] does.
-fn puts_from(puts: &[RowId], from: Revision) -> impl Iterator<Item = (RowId, bool)> {
-    puts[count_until(puts, from.prev())..].iter().map(|row| (*row, false))
+/// Returns the puts in [from, to], as [`KeyIndex::rows`] does.
+fn puts_within(puts: &[RowId], from: RowId, to: RowId) -> impl DoubleEndedIterator<Item = IndexedRow> {
+    let puts = &puts[puts.partition_point(|row| *row < from)..];
+    let puts = &puts[..puts.partition_point(|row| *row <= to)];
+    puts.iter().map(|row| IndexedRow { row: *row, is_delete: false })
 }
 
 /// Returns the number of rows at or below the revision.

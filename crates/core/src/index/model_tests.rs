@@ -11,7 +11,7 @@ use std::{
 
 use proptest::{collection::vec, prelude::*, sample::Index};
 
-use super::{CompactionCursor, Entry, Lease, ReadAt, SavedIndexLoader, TreeIndex, Unreadable};
+use super::{COMPACT_STEP_ROWS, CompactionCursor, Entry, Lease, ReadAt, SavedIndexLoader, TreeIndex, Unreadable};
 use crate::types::{Change, ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Superseded, Version};
 
 const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
@@ -157,7 +157,7 @@ proptest! {
         for change in model.changes.iter().filter(|change| change.row.revision >= head) {
             // Like `restore`; the changes of the model have no previous revision.
             loaded.advance_head(change);
-            if loaded.rows(&change.key).last().is_none_or(|last| last.superseded.row < change.row) {
+            if loaded.keys.get(&change.key).is_none_or(|key| key.newest.row < change.row) {
                 loaded.apply(change);
             }
         }
@@ -190,6 +190,35 @@ fn older_compaction_does_not_lower_the_compact_revision() {
     index.begin_compaction(Revision(2));
     assert_eq!(index.compact_revision(), Some(Revision(3)));
     assert_eq!(index.resolve(ReadAt::Revision(Revision(2))), Err(Unreadable::Compacted));
+}
+
+#[test]
+fn compaction_step_ends_after_many_rows_of_few_keys() {
+    // A compaction at the head removes all but one.
+    let versions = COMPACT_STEP_ROWS as i64 / 2 + 1;
+    let (mut index, mut rebuilt) = (TreeIndex::new(), TreeIndex::new());
+    for name in b'0'..=b'9' {
+        let create_revision = index.head().next();
+        for version in 1..=versions {
+            let row = RowId::new(index.head().next(), 0);
+            let kv = EncodedKv::new(&[name], Version { row, create_revision, version }, b"", None);
+            let (key, kind) = (Key::from(vec![name]), ChangeKind::put(kv));
+            let change = Change { row, key, kind, prev: None, prev_lease: None };
+            index.apply(&change);
+            if version == versions {
+                rebuilt.apply(&change);
+            }
+        }
+    }
+    index.begin_compaction(index.head());
+    rebuilt.begin_compaction(index.head());
+    let (mut cursor, mut removed, mut steps) = (CompactionCursor::default(), Vec::new(), 0);
+    while index.compact_step(&mut cursor, usize::MAX, &mut removed) {
+        steps += 1;
+        assert_eq!(removed.len(), steps * COMPACT_STEP_ROWS, "a step is of two keys");
+    }
+    assert_eq!((steps, removed.len()), (5, 5 * COMPACT_STEP_ROWS));
+    assert_eq!(index, rebuilt);
 }
 
 /// Generates transactions of a few operations on different keys. An operation may change nothing.

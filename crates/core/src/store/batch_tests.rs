@@ -139,7 +139,7 @@ impl World {
             return 1;
         }
         let is_changed = |key: &[u8]| self.batch.changes().iter().any(|change| change.key.as_slice() == key);
-        let is_known = |key: &[u8]| is_changed(key) || !self.index.rows(key).is_empty();
+        let is_known = |key: &[u8]| is_changed(key) || !self.index.changes(key, Revision(0), 1).is_empty();
         KEYS.iter().filter(|key| range.contains(key.as_bytes()) && is_known(key.as_bytes())).count()
     }
 }

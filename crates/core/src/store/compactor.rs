@@ -8,7 +8,7 @@
 //! remembers the rows of only one compaction. After a failover, which may have lost deletions, or a restart of the database,
 //! which looks the same, it reads the rows to delete from the log.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, future::pending, sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
@@ -22,11 +22,14 @@ use crate::{
     clock,
     index::{CompactionCursor, TreeIndex},
     log,
+    supervise::blocking,
     types::{Change, Key, Revision, RowId, Superseded},
 };
 
 /// Keys visited per step while the index is locked.
 const INDEX_STEP_KEYS: usize = 1_000;
+/// Maximum number of rows that are sorted without leaving the thread: it takes a few milliseconds.
+pub(super) const SORT_ROWS_MAX: usize = 100_000;
 /// Pause after a failed deletion.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// The same after damage of the database, which does not pass. The watchdog waits longer ([`crate::watchdog::STUCK_AFTER`]).
@@ -217,7 +220,7 @@ pub(super) async fn purge(
     owner: PurgeOwner,
 ) {
     *shared.purged_on.lock() = None;
-    garbage.sort_unstable();
+    sort(garbage).await;
     let mut server = shared.position().server;
     let mut rows = garbage.as_slice();
     let mut rows_max = rate.rows;
@@ -257,4 +260,22 @@ pub(super) async fn purge(
     }
     garbage.clear();
     *shared.purged_on.lock() = Some(server);
+}
+
+/// Sorts rows, many of them on a thread where that may take long. They are lost if the future is dropped.
+pub(super) async fn sort(rows: &mut Vec<Superseded>) {
+    if rows.len() <= SORT_ROWS_MAX {
+        rows.sort_unstable();
+        return;
+    }
+    let mut moved = std::mem::take(rows);
+    let sorted = blocking(move || {
+        moved.sort_unstable();
+        moved
+    });
+    *rows = match sorted.await {
+        Some(sorted) => sorted,
+        // The runtime ends. Without its rows, a compaction would be recorded as done.
+        None => pending().await,
+    };
 }

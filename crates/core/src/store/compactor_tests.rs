@@ -1,18 +1,27 @@
 //! The state of the log if a compaction is interrupted.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    pin::pin,
+    sync::{atomic::Ordering, mpsc},
+    time::Duration,
+};
 
-use tokio::time::{sleep, timeout};
+use futures_util::FutureExt as _;
+use tokio::{
+    runtime::Builder,
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
 
 use super::{
-    compactor::{CompactionRate, PurgeOwner, compact, purge, read_garbage},
+    compactor::{CompactionRate, PurgeOwner, SORT_ROWS_MAX, compact, purge, read_garbage, sort},
     fixtures::shared,
     replay::replay,
 };
 use crate::{
     index::{CompactionCursor, TreeIndex},
     log::{Append, Appended},
-    types::{Change, ChangeKind, EncodedKv, Key, Prev, Revision, RowId, Version},
+    types::{Change, ChangeKind, EncodedKv, Key, Prev, Revision, RowId, Superseded, Version},
 };
 
 /// The purge needs more than one step, so an interruption can fall between a key's put and its tombstone.
@@ -158,4 +167,26 @@ fn pass_of_a_compaction_frees_no_row_of_a_later_one() {
     while index.compact_step(&mut cursor, usize::MAX, &mut freed) {}
     let rows: Vec<Revision> = freed.iter().map(|superseded| superseded.row.revision).collect();
     assert_eq!(rows, [Revision(2)]);
+}
+
+#[test]
+fn many_rows_are_sorted_on_a_thread_that_may_block() {
+    let sorted = async |count: usize| {
+        let row = |revision| Superseded { row: RowId::new(Revision(revision), 0), end: Revision(revision) };
+        let mut rows: Vec<Superseded> = (0..count as i64).rev().map(row).collect();
+        sort(&mut rows).await;
+        assert_eq!(rows.len(), count);
+        rows.is_sorted()
+    };
+    let runtime = Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+    runtime.block_on(async {
+        let (release, released) = mpsc::channel::<()>();
+        let busy = spawn_blocking(move || released.recv().is_err());
+        assert_eq!(sorted(SORT_ROWS_MAX).now_or_never(), Some(true));
+        let mut many = pin!(sorted(SORT_ROWS_MAX + 1));
+        assert_eq!(many.as_mut().now_or_never(), None, "the only such thread is busy");
+        drop(release);
+        assert!(many.await);
+        assert!(busy.await.unwrap());
+    });
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tracing::info;
 
 use super::{
@@ -13,8 +13,8 @@ use super::{
 use crate::log::{self, Reclaim, Reclaimed};
 
 impl Store {
-    /// Returns the database's free space to the file system, in steps between which writes can run. One that was begun is
-    /// finished even if the future is dropped, as in etcd; the next one waits for it.
+    /// Returns the database's free space to the file system, in steps between which writes can run for as long as a step
+    /// takes. One that was begun is finished even if the future is dropped, as in etcd; the next one waits for it.
     pub async fn defragment(&self) -> Result<()> {
         let running = Arc::clone(&self.shared.defragmenting).lock_owned().await;
         let shared = Arc::clone(&self.shared);
@@ -34,8 +34,10 @@ impl Shared {
         let begun = Instant::now();
         metrics.defrag_inflight.inc();
         let done = async {
+            let mut step = Instant::now();
             while self.log.reclaim(Reclaim::Space).await? == Reclaimed::More {
-                tokio::task::yield_now().await;
+                sleep(step.elapsed()).await;
+                step = Instant::now();
             }
             Ok(())
         };

@@ -9,7 +9,7 @@
 //! Orlop does so only after a compaction that the client waited for (`physical`). Computing a hash reads the whole
 //! history, which is too slow for each of Kubernetes' compactions.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{collections::HashSet, future::ready, sync::Arc};
 
 use tokio::{task::yield_now, time::Instant};
 
@@ -111,7 +111,7 @@ impl Shared {
             let at = revision.map_or(ReadAt::Latest, ReadAt::Revision);
             (index.resolve(at)?, index.compact_revision())
         };
-        let kept = match self.kept(target, compacted).await {
+        let kept = match Kept::new(target, compacted, |at| self.live_rows(at)).await {
             Err(Error::Compacted) if revision.is_none() => return Ok(None),
             kept => kept?,
         };
@@ -123,15 +123,6 @@ impl Shared {
         };
         let unchanged = self.index.read().compact_revision() == compacted;
         Ok(unchanged.then_some(Hashed { hash, revision: target, compact_revision: compacted }))
-    }
-
-    /// Returns the rows that the hash at `target` includes.
-    async fn kept(&self, target: Revision, compacted: Option<Revision>) -> Result<Kept> {
-        let Some(compacted) = compacted else { return Ok(Kept::everything()) };
-        let live = self.live_rows(target).await?;
-        let deletes = live.is_empty();
-        let live = if deletes { self.live_rows(compacted).await? } else { live };
-        Ok(Kept { compacted, live, deletes })
     }
 
     /// Returns the newest row of each key that exists at a revision.
@@ -158,17 +149,11 @@ pub async fn of_history(
     target: Revision,
     compacted: Option<Revision>,
 ) -> log::Result<Hashed> {
-    let live_rows = |at| -> HashSet<RowId> {
-        index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect()
+    let live_rows = |at| {
+        let rows = index.range(KeyRange::all().bounds(), at).map(|(_, entry)| entry.version.row).collect();
+        ready(log::Result::Ok(rows))
     };
-    let kept = match compacted {
-        None => Kept::everything(),
-        Some(compacted) => {
-            let live = live_rows(target);
-            let deletes = live.is_empty();
-            Kept { compacted, live: if deletes { live_rows(compacted) } else { live }, deletes }
-        }
-    };
+    let kept = Kept::new(target, compacted, live_rows).await?;
     let hash = hash_rows(history, target, &kept).await?;
     let hash = hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))?;
     Ok(Hashed { hash, revision: target, compact_revision: compacted })
@@ -188,8 +173,23 @@ struct Kept {
 }
 
 impl Kept {
-    fn everything() -> Self {
-        Self { compacted: Revision::EMPTY, live: HashSet::new(), deletes: false }
+    /// Returns the rows that the hash at `target` includes. `live_rows` returns the newest row of each key that exists at a
+    /// revision.
+    async fn new<F, E>(
+        target: Revision,
+        compacted: Option<Revision>,
+        live_rows: impl Fn(Revision) -> F,
+    ) -> std::result::Result<Self, E>
+    where
+        F: Future<Output = std::result::Result<HashSet<RowId>, E>>,
+    {
+        let Some(compacted) = compacted else {
+            return Ok(Self { compacted: Revision::EMPTY, live: HashSet::new(), deletes: false });
+        };
+        let live = live_rows(target).await?;
+        let deletes = live.is_empty();
+        let live = if deletes { live_rows(compacted).await? } else { live };
+        Ok(Self { compacted, live, deletes })
     }
 
     fn includes(&self, change: &Change) -> bool {

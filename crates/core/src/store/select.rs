@@ -2,6 +2,11 @@
 //!
 //! Keys are offered in key order with their index entries. Values are needed only for the keys that remain, and for a
 //! sort by value.
+//!
+//! Known limit: other requests wait for a sort by another field than the key. It takes about 65 ms for 1,000,000 keys, or
+//! 10 ms with a small limit.
+
+use std::cmp::Reverse;
 
 use super::request::{Projection, RangeRequest, RevisionFilter, Sort, SortOrder, SortScope, SortTarget};
 use crate::{
@@ -91,41 +96,54 @@ impl Selection {
     /// Returns the selected keys in their final order. A sort by value is done by [`Selection::finish`].
     pub fn take(&mut self) -> Vec<Selected> {
         let mut selected = std::mem::take(&mut self.selected);
-        let Some(sort) = self.sort else { return selected };
-        let by = |version: &Version| match sort.target {
-            SortTarget::Version => version.version,
-            SortTarget::CreateRevision => version.create_revision.0,
-            SortTarget::ModRevision => version.row.revision.0,
-            // Not used: keys are offered in key order, and `finish` sorts by value.
-            SortTarget::Key | SortTarget::Value => 0,
-        };
-        match (sort.target, sort.order) {
-            (SortTarget::Value, _) => return selected,
-            (SortTarget::Key, SortOrder::Ascend) => {}
-            (SortTarget::Key, SortOrder::Descend) => selected.reverse(),
-            (_, SortOrder::Ascend) => selected.sort_by_key(|s| by(&s.entry.version)),
-            (_, SortOrder::Descend) => selected.sort_by_key(|s| std::cmp::Reverse(by(&s.entry.version))),
+        let Some(Sort { target, order, .. }) = self.sort else { return selected };
+        match target {
+            SortTarget::Value => selected,
+            // Keys are offered in key order.
+            SortTarget::Key => {
+                if order == SortOrder::Descend {
+                    selected.reverse();
+                }
+                self.more |= selected.len() > self.limit;
+                selected.truncate(self.limit);
+                selected
+            }
+            SortTarget::Version => self.first(selected, order, |it| it.entry.version.version),
+            SortTarget::CreateRevision => self.first(selected, order, |it| it.entry.version.create_revision),
+            SortTarget::ModRevision => self.first(selected, order, |it| it.entry.version.row.revision),
         }
-        self.more |= selected.len() > self.limit;
-        selected.truncate(self.limit);
-        selected
     }
 
     /// Takes the pairs of the keys that [`Selection::take`] returned. Returns the pairs of the response, and whether
     /// the limit cut some off.
     pub fn finish(mut self, mut kvs: Vec<EncodedKv>) -> (Vec<EncodedKv>, bool) {
-        if let Some(sort) = self.sort
-            && sort.target == SortTarget::Value
-        {
-            match sort.order {
-                SortOrder::Ascend => kvs.sort_by_cached_key(EncodedKv::value),
-                SortOrder::Descend => kvs.sort_by_cached_key(|kv| std::cmp::Reverse(kv.value())),
-            }
-            self.more |= kvs.len() > self.limit;
-            kvs.truncate(self.limit);
+        if let Some(Sort { target: SortTarget::Value, order, .. }) = self.sort {
+            kvs = self.first(kvs, order, EncodedKv::value);
         }
         (kvs, self.more)
     }
+
+    /// Returns the items within the limit in the order of a field. Items with equal fields stay in their order.
+    fn first<T: Clone, F: Ord>(&mut self, items: Vec<T>, order: SortOrder, field: impl Fn(&T) -> F) -> Vec<T> {
+        self.more |= items.len() > self.limit;
+        match order {
+            SortOrder::Ascend => first_by(items, self.limit, field),
+            SortOrder::Descend => first_by(items, self.limit, |item| Reverse(field(item))),
+        }
+    }
+}
+
+/// Returns the first `limit` items of the stable sort by a field. Does not sort the others.
+fn first_by<T: Clone, F: Ord>(mut items: Vec<T>, limit: usize, field: impl Fn(&T) -> F) -> Vec<T> {
+    if limit >= items.len() {
+        items.sort_by_cached_key(field);
+        return items;
+    }
+    let mut places: Vec<(F, usize)> = items.iter().map(field).zip(0..).collect();
+    places.select_nth_unstable(limit);
+    places.truncate(limit);
+    places.sort_unstable();
+    places.into_iter().map(|(_, place)| items[place].clone()).collect()
 }
 
 impl RevisionFilter {

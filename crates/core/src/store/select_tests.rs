@@ -15,6 +15,10 @@ use crate::{
     types::{EncodedKv, Key, KeyRange, LeaseId, Revision, RowId, Version},
 };
 
+const TARGETS: [SortTarget; 5] =
+    [SortTarget::Key, SortTarget::Version, SortTarget::CreateRevision, SortTarget::ModRevision, SortTarget::Value];
+const ORDERS: [SortOrder; 2] = [SortOrder::Ascend, SortOrder::Descend];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
@@ -48,6 +52,24 @@ fn count_ignores_the_filter_and_the_limit_applies_after_it() {
     assert_eq!((response.kvs, response.more, response.count), (vec![pairs[2].encoded()], true, 4));
     let response = run(&pairs, &RangeRequest { filter, limit: Some(2), ..read_of_all_keys() }, true);
     assert_eq!((response.kvs.len(), response.more, response.count), (2, false, 4));
+}
+
+#[test]
+fn limited_sorts_are_the_beginning_of_a_stable_sort() {
+    const KEYS: i64 = 60;
+    // The fields of the keys are in another order than the keys, and several keys have the same.
+    let values = ["", "a", "ab", "b"].into_iter().cycle().step_by(3);
+    let numbered = (0..KEYS).zip(values);
+    let pairs: Vec<Pair> =
+        numbered.map(|(n, value)| pair(n, [n * 7 % 11 + 2, n * 5 % 13 + 2, n * 3 % 4 + 1], value, 0)).collect();
+    for (target, order) in TARGETS.into_iter().flat_map(|target| ORDERS.map(|order| (target, order))) {
+        let sort = Some(Sort { target, order, scope: SortScope::All });
+        for limit in (1..=pairs.len() + 1).map(Some).chain([None]) {
+            let request = RangeRequest { limit, sort, ..read_of_all_keys() };
+            let expected = select(pairs.clone(), &request, Revision(9));
+            assert_eq!(run(&pairs, &request, true), expected, "{target:?} {order:?} {limit:?}");
+        }
+    }
 }
 
 /// Runs a selection as the reader and an evaluation do.
@@ -118,14 +140,8 @@ pub(super) fn ranges() -> impl Strategy<Value = RangeRequest> {
 }
 
 fn sorts() -> impl Strategy<Value = Sort> {
-    let target = prop::sample::select(vec![
-        SortTarget::Key,
-        SortTarget::Version,
-        SortTarget::CreateRevision,
-        SortTarget::ModRevision,
-        SortTarget::Value,
-    ]);
-    let order = prop::sample::select(vec![SortOrder::Ascend, SortOrder::Descend]);
+    let target = prop::sample::select(TARGETS.to_vec());
+    let order = prop::sample::select(ORDERS.to_vec());
     let scope = prop::sample::select(vec![SortScope::All, SortScope::FirstKeys]);
     (target, order, scope).prop_map(|(target, order, scope)| Sort { target, order, scope })
 }

@@ -268,11 +268,6 @@ impl Log for SimulatedLog {
         self.ask(|database| rows.iter().filter_map(|row| Some((*row, database.value(*row)?))).collect()).await
     }
 
-    async fn value_lengths(&self, rows: &[RowId]) -> Result<Vec<(RowId, u64)>> {
-        let lengths = self.values(rows).await?.into_iter().map(|(row, kv)| (row, kv.value_slice().len() as u64));
-        Ok(lengths.collect())
-    }
-
     async fn token_key(&self) -> Result<Vec<u8>> {
         Err(unavailable("tokens are not simulated"))
     }

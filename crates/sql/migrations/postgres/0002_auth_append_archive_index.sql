@@ -293,20 +293,6 @@ BEGIN
 END
 $$;
 
--- The same as orlop_append, for changes that the caller makes itself, in the same transaction, if this returns true.
-CREATE FUNCTION orlop_advance_epoch(
-    expected_head bigint, expected_epoch bigint, expected_server bigint, own_run bigint
-) RETURNS boolean LANGUAGE plpgsql AS $$
-BEGIN
-    IF NOT orlop_append(expected_head, expected_epoch, expected_server, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
-        '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', NULL, own_run) THEN
-        RETURN false;
-    END IF;
-    UPDATE meta SET value = value + 1 WHERE name = 'epoch';
-    RETURN true;
-END
-$$;
-
 -- The archive: rows that compactions removed from the log, kept for some time. Empty unless an instance runs with
 -- --history-retention.
 

@@ -6,14 +6,18 @@
 //! transaction that holds this lock until the append is complete. Postgres grants the lock in request order, and closes
 //! a connection that holds it and is idle for 2 s.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use sqlx::{Connection as _, PgConnection, Row as _, postgres::PgRow};
 
 use super::{
     connection::{Database, SERVER_TIMEOUT, sqlstate, with_longer_timeout, with_timeout},
-    dedicated::Dedicated,
+    dedicated::{Dedicated, InUse},
     primary::Found,
+    replication,
 };
 use crate::{
     auth::{self, bind_params},
@@ -32,7 +36,8 @@ const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $
     $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27, $28)";
 /// Sets or removes any fact.
 const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
-const ADVANCE_EPOCH: &str = "SELECT orlop_advance_epoch($1, $2, $3, $4)";
+/// No fact has the empty name, so this changes only the epoch.
+const ADVANCE_EPOCH: &str = "SELECT orlop_alarm($1, $2, $3, '', NULL, $4)";
 /// For the transaction, in milliseconds. The server waits for the statement while the instance encodes and sends its rows.
 const SET_TIMEOUTS: &str = "SELECT set_config('statement_timeout', $1, true), \
     set_config('idle_in_transaction_session_timeout', $1, true)";
@@ -50,17 +55,38 @@ pub(super) struct Appender {
     connection: Dedicated,
     /// Identifies this start of the instance, so that it ignores the notifications of its own appends.
     run: i64,
+    /// Whether commits of the newest connection wait for a standby, if the server has a synchronous one. It keeps the setting
+    /// with which it was opened, also if that of the role changes.
+    waits_for_standby: AtomicBool,
 }
 
 impl Appender {
-    pub(super) fn new(found: Found, run: i64) -> Self {
-        Self { connection: Dedicated::of(found), run }
+    pub(super) async fn new(mut found: Found, run: i64) -> sqlx::Result<Self> {
+        let waits = replication::waits_for_standby(&mut found.connection).await?;
+        Ok(Self { connection: Dedicated::of(found), run, waits_for_standby: AtomicBool::new(waits) })
+    }
+
+    pub(super) fn waits_for_standby(&self) -> bool {
+        self.waits_for_standby.load(Ordering::Relaxed)
+    }
+
+    /// Takes the connection. Asks a new one for its setting before it appends.
+    async fn take(&self, database: &Database) -> Result<InUse<'_>> {
+        let taking = async {
+            let mut in_use = self.connection.take(database).await?;
+            if in_use.is_new {
+                let asking = with_timeout(replication::waits_for_standby(&mut in_use.connection));
+                let waits = database.unless_superseded(in_use.generation, asking).await?;
+                self.waits_for_standby.store(waits, Ordering::Relaxed);
+            }
+            Ok(in_use)
+        };
+        taking.await.map_err(|error| database.unavailable(&error))
     }
 
     /// See [`orlop_core::log::SharedLog::lock_appends`].
     pub(super) async fn lock_appends(&self, database: &Database) -> Result<()> {
-        let taken = self.connection.take(database).await;
-        let mut in_use = taken.map_err(|error| database.unavailable(&error))?;
+        let mut in_use = self.take(database).await?;
         if !in_use.holds_lock {
             let locking = with_timeout(sqlx::raw_sql("BEGIN; SELECT orlop_lock()").execute(&mut in_use.connection));
             let locked = database.unless_superseded(in_use.generation, locking).await;
@@ -77,8 +103,7 @@ impl Appender {
     ///
     /// If the future is dropped or fails, the connection is closed.
     pub(super) async fn append(&self, database: &Database, append: Append<'_>) -> Result<Appended> {
-        let taken = self.connection.take(database).await;
-        let mut in_use = taken.map_err(|error| database.unavailable(&error))?;
+        let mut in_use = self.take(database).await?;
         let was_locked = std::mem::take(&mut in_use.holds_lock);
         let appended = tokio::select! {
             biased;

@@ -20,7 +20,7 @@ use super::{
     view::PostgresView,
 };
 use crate::{
-    archive::{self, Fill, archive_columns, visited_columns},
+    archive::{self, FIRST_MOMENT, Fill, PRUNE_ROWS, archive_columns, visited_columns},
     error::in_row,
     rows::{SqlRange, row_id},
 };
@@ -35,10 +35,7 @@ const MOMENTS: &str = "SELECT id, at, gap FROM kv_time WHERE id > $1 ORDER BY id
 /// changed, and damage.
 const CLASSES_OF_ARCHIVE: [&str; 4] = ["22", "23", "42", "XX"];
 const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
-/// Number of rows that one call of `orlop_prune_archive` deletes.
-const PRUNE_ROWS: i64 = 500;
 const NOW_MS: &str = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint";
-const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY at DESC, id DESC LIMIT 1";
 const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
     WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY at DESC, id DESC LIMIT 1";

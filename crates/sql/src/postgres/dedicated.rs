@@ -44,6 +44,8 @@ pub(super) struct InUse<'a> {
     pub(super) generation: Generation,
     /// Whether the connection is in the transaction that holds the lock for appends.
     pub(super) holds_lock: bool,
+    /// Whether the connection was opened for this use.
+    pub(super) is_new: bool,
 }
 
 impl Dedicated {
@@ -58,11 +60,12 @@ impl Dedicated {
             Some(session) => session.answering().await,
             None => None,
         };
+        let is_new = current.is_none();
         let Session { connection, generation, holds_lock, .. } = match current {
             Some(session) => session,
             None => database.find().await?.into(),
         };
-        Ok(InUse { slot, connection, generation, holds_lock })
+        Ok(InUse { slot, connection, generation, holds_lock, is_new })
     }
 
     pub(super) async fn close(&self) {
@@ -85,7 +88,7 @@ impl Session {
 
 impl InUse<'_> {
     pub(super) fn keep(self) {
-        let Self { mut slot, connection, generation, holds_lock } = self;
+        let Self { mut slot, connection, generation, holds_lock, .. } = self;
         *slot = Some(Session { connection, generation, holds_lock, last_used: Instant::now() });
     }
 }

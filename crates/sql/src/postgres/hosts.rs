@@ -7,6 +7,9 @@
 //! The source of the rules is <https://www.postgresql.org/docs/current/libpq-connect.html>, sections "Connection URIs"
 //! and "Specifying Multiple Hosts". No error contains a value that may be part of a password.
 
+#[cfg(test)]
+mod tests;
+
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
@@ -55,10 +58,14 @@ pub(super) enum HostOrder {
 /// One host of a database.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Host {
-    /// `HOST:PORT` or the folder of a socket, for messages.
+    /// `HOST:PORT` or the folder of a socket, for messages. With `hostaddr`, the address.
     pub(super) name: String,
     /// The URL with this host alone. It may contain a password.
     pub(super) url: String,
+    /// As the URL names it: the host in a file of passwords.
+    pub(super) listed: String,
+    /// The address to connect to, if it is not that of the listed name.
+    pub(super) address: Option<String>,
 }
 
 /// A parsed URL.
@@ -134,8 +141,8 @@ impl Hosts {
         let (authority, path) = before_query.split_at(before_query.find('/').unwrap_or(before_query.len()));
         let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
         let (own, mut passed) = divide(query)?;
+        let mut ssl_mode = ssl_mode(&own, environment)?;
         // As in libpq: who names the authority wants the server's certificate verified. sqlx would ignore the file.
-        let mut ssl_mode = own.ssl_mode.clone().or_else(|| environment.get("PGSSLMODE"));
         let has_root_certificate = own.has_root_certificate || environment.get("PGSSLROOTCERT").is_some();
         if has_root_certificate && ssl_mode.as_ref().is_some_and(|mode| mode.eq_ignore_ascii_case("require")) {
             passed.push_str("sslmode=verify-ca&");
@@ -143,17 +150,30 @@ impl Hosts {
         }
         let tls_files = TlsFiles::new(&own.tls_files, ssl_mode.as_deref(), |name| environment.get(name));
         let places = places(listed, &own, environment)?;
+        let is_verified = ssl_mode.is_some_and(|mode| mode.eq_ignore_ascii_case("verify-full"));
+        if is_verified && places.iter().any(|place| place.address.is_some()) {
+            let text = "with hostaddr, sslmode=verify-full would verify the address instead of the name of the host; \
+                        remove hostaddr, and give the name this address in /etc/hosts";
+            return Err(text.to_owned());
+        }
         check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
         let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
         let connect_timeout = connect_timeout(own.connect_timeout.or_else(|| environment.get("PGCONNECT_TIMEOUT")))?;
         let has_password =
             own.has_password || user.is_some_and(|user| user.contains(':')) || environment.get("PGPASSWORD").is_some();
         let user = user.map_or_else(String::new, |user| format!("{user}@"));
-        // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user.
+        // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user. It
+        // looks for the parameter's host in `PGPASSFILE`.
         let url = |host: &str, port: u16| {
             format!("{scheme}://{user}host{path}?{passed}host={}&port={port}", utf8_percent_encode(host, ENCODED))
         };
-        let hosts = places.iter().map(|(host, port)| Host { name: name(host, *port), url: url(host, *port) }).collect();
+        let host = |Place { listed, address, port }: Place| Host {
+            name: name(address.as_ref().unwrap_or(&listed), port),
+            url: url(&listed, port),
+            listed,
+            address,
+        };
+        let hosts = places.into_iter().map(host).collect();
         let passfile = own.passfile.filter(|_| !has_password).map(PathBuf::from);
         Ok(Self { hosts, order, connect_timeout, passfile, tls_files })
     }
@@ -192,6 +212,20 @@ fn divide(query: &str) -> Result<(Own, String), String> {
     Ok((own, passed))
 }
 
+/// Returns the value of `sslmode`. sqlx would ignore an invalid variable, and use no TLS if the server has none.
+fn ssl_mode(own: &Own, environment: &Environment<'_>) -> Result<Option<String>, String> {
+    // With `allow`, libpq's third value, sqlx uses no TLS.
+    const ACCEPTED: [&str; 6] = ["disable", "allow", "prefer", "require", "verify-ca", "verify-full"];
+    let parameter = own.ssl_mode.clone().map(|mode| ("sslmode", mode));
+    let Some((name, mode)) = parameter.or_else(|| Some(("PGSSLMODE", environment.get("PGSSLMODE")?))) else {
+        return Ok(None);
+    };
+    if ACCEPTED.contains(&mode.to_ascii_lowercase().as_str()) {
+        return Ok(Some(mode));
+    }
+    Err(format!("{name} must be disable, prefer, require, verify-ca or verify-full"))
+}
+
 /// Orlop writes, so it needs the primary, whichever of these values is set.
 fn check_target(value: Option<String>) -> Result<(), String> {
     const ACCEPTED: [&str; 3] = ["read-write", "primary", "any"];
@@ -222,16 +256,28 @@ fn connect_timeout(value: Option<String>) -> Result<Duration, String> {
     }
 }
 
+/// One entry of the lists of hosts, addresses and ports.
+struct Place {
+    listed: String,
+    /// `None`: the listed name is resolved.
+    address: Option<String>,
+    port: u16,
+}
+
 /// Returns hosts and ports. As with libpq, parameters override the part of the URL before the path, and one port is the
 /// port of all hosts.
-fn places(listed: &str, own: &Own, environment: &Environment<'_>) -> Result<Vec<(String, u16)>, String> {
+fn places(listed: &str, own: &Own, environment: &Environment<'_>) -> Result<Vec<Place>, String> {
     let (mut hosts, mut ports) = (Vec::new(), Vec::new());
     for (number, entry) in (1..).zip(listed.split(',')) {
         let (host, port) = divide_entry(entry).ok_or_else(|| format!("host {number} has a [ without a ]"))?;
         hosts.push(percent_decode(host).ok_or_else(|| format!("host {number} is not UTF-8"))?);
         ports.push(port.to_owned());
     }
-    let hosts = effective_hosts(hosts, own, environment)?;
+    let hosts = own.host.as_deref().map_or(hosts, split);
+    let hosts = match &own.hostaddr {
+        Some(addresses) => with_addresses(hosts, addresses, environment)?,
+        None => or_defaults(hosts, environment).into_iter().map(|host| (host, None)).collect(),
+    };
     if let Some(port) = &own.port {
         ports = split(port);
     } else if ports.iter().all(String::is_empty) {
@@ -247,25 +293,44 @@ fn places(listed: &str, own: &Own, environment: &Environment<'_>) -> Result<Vec<
             ports.len()
         ));
     }
-    let place = |(number, (host, port)): (usize, (String, &String))| Ok((host, parse_port(number, port)?));
+    let place = |(number, ((listed, address), port)): (usize, ((String, Option<String>), &String))| {
+        Ok(Place { listed, address, port: parse_port(number, port)? })
+    };
     (1..).zip(hosts.into_iter().zip(&ports)).map(place).collect()
 }
 
-/// Returns the hosts of the parameters, else those before the path, else those of the environment.
-fn effective_hosts(listed: Vec<String>, own: &Own, environment: &Environment<'_>) -> Result<Vec<String>, String> {
-    if let Some(addresses) = &own.hostaddr {
-        let addresses = split(addresses);
-        let are_valid = addresses.iter().all(|address| address.parse::<IpAddr>().is_ok());
-        return if are_valid { Ok(addresses) } else { Err("hostaddr must be a list of IP addresses".to_owned()) };
-    }
+/// Fills empty places in a list of hosts.
+fn or_defaults(hosts: Vec<String>, environment: &Environment<'_>) -> Vec<String> {
     let defaults = split(&environment.default_host);
-    let hosts = own.host.as_deref().map_or(listed, split);
     if hosts.iter().all(String::is_empty) {
-        return Ok(defaults);
+        return defaults;
     }
-    // An empty place in a list.
     let first = defaults.into_iter().next().unwrap_or_default();
-    Ok(hosts.into_iter().map(|host| if host.is_empty() { first.clone() } else { host }).collect())
+    hosts.into_iter().map(|host| if host.is_empty() { first.clone() } else { host }).collect()
+}
+
+/// Pairs hosts with the addresses of `hostaddr`. If there is no name, or that of a socket, the address is the name.
+fn with_addresses(
+    mut hosts: Vec<String>,
+    addresses: &str,
+    environment: &Environment<'_>,
+) -> Result<Vec<(String, Option<String>)>, String> {
+    let addresses = split(addresses);
+    if addresses.iter().any(|address| address.parse::<IpAddr>().is_err()) {
+        return Err("hostaddr must be a list of IP addresses".to_owned());
+    }
+    if hosts.iter().all(String::is_empty) {
+        hosts = environment.get("PGHOST").map_or_else(|| vec![String::new(); addresses.len()], |hosts| split(&hosts));
+    }
+    let (names, count) = (hosts.len(), addresses.len());
+    if names != count {
+        return Err(format!("it has {names} hosts, but {count} in hostaddr; list one address per host"));
+    }
+    let pair = |(host, address): (String, String)| {
+        let is_name = !host.is_empty() && !host.starts_with('/') && host != address;
+        if is_name { (host, Some(address)) } else { (address, None) }
+    };
+    Ok(hosts.into_iter().zip(addresses).map(pair).collect())
 }
 
 fn split(list: &str) -> Vec<String> {
@@ -299,131 +364,4 @@ fn percent_decode(text: &str) -> Option<String> {
     let are_complete = text.split('%').skip(1).all(is_complete);
     let decoded = percent_decode_str(text).decode_utf8().ok().filter(|_| are_complete)?;
     Some(decoded.into_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::{Environment, HostOrder, Hosts};
-
-    fn parse(url: &str, variables: &[(&str, &str)]) -> Result<Hosts, String> {
-        let get = |name: &str| variables.iter().find(|(it, _)| *it == name).map(|(_, value)| (*value).to_owned());
-        let default_host = get("PGHOST").unwrap_or_else(|| "localhost".to_owned());
-        Hosts::parse(url, &Environment { variable: &get, default_host })
-    }
-
-    #[test]
-    fn hosts_and_ports_are_those_of_libpq() {
-        type Variables = &'static [(&'static str, &'static str)];
-        let table: [(&str, Variables, &str); 19] = [
-            ("postgres://u:p@a:1/db", &[], "a:1"),
-            ("postgres://u:p@a:1,b:2/db", &[], "a:1 b:2"),
-            ("postgres://u:p@a:1,b,c:3/db", &[], "a:1 b:5432 c:3"),
-            ("postgres://u@a,b/db?port=7", &[], "a:7 b:7"),
-            ("postgres://u@a,b/db?port=7,8", &[], "a:7 b:8"),
-            ("postgres://u@a,b/db?port=7,", &[], "a:7 b:5432"),
-            ("postgres:///db?host=a,b&port=1,2", &[], "a:1 b:2"),
-            ("postgres:///db?host=a%2Cb", &[], "a:5432 b:5432"),
-            ("postgres://x:9/db?host=a&port=1", &[], "a:1"),
-            ("postgresql://[::1]:1,[fe80::2]/db", &[], "[::1]:1 [fe80::2]:5432"),
-            ("postgres://%2Fvar%2Frun,b/db", &[], "/var/run b:5432"),
-            ("postgres:///db?host=/var/run", &[], "/var/run"),
-            ("postgres://a/db?hostaddr=127.0.0.1,::1", &[], "127.0.0.1:5432 [::1]:5432"),
-            ("postgres://u:p@/db", &[], "localhost:5432"),
-            ("postgres:///db", &[("PGHOST", "a,b"), ("PGPORT", "1,2")], "a:1 b:2"),
-            ("postgres://c,d/db", &[("PGHOST", "a,b"), ("PGPORT", "1,2")], "c:1 d:2"),
-            ("postgres://a,,c/db", &[], "a:5432 localhost:5432 c:5432"),
-            ("postgres://u:a,b:1@c/db", &[], "c:5432"),
-            ("postgres://a", &[], "a:5432"),
-        ];
-        for (url, variables, expected) in table {
-            let parsed = parse(url, variables).unwrap_or_else(|error| panic!("{url}: {error}"));
-            let names: Vec<&str> = parsed.hosts.iter().map(|host| host.name.as_str()).collect();
-            assert_eq!(names.join(" "), expected, "{url} {variables:?}");
-        }
-    }
-
-    #[test]
-    fn url_of_one_host_keeps_user_path_and_other_parameters() {
-        let url =
-            "postgres://u%40:p%2Cq@a:1,%2Frun/d%20b?sslmode=require&target_session_attrs=primary&options=-c%20x%3D1#x";
-        let urls = parse(url, &[]).expect("it is valid").hosts;
-        let urls: Vec<&str> = urls.iter().map(|host| host.url.as_str()).collect();
-        let rest = "/d%20b?sslmode=require&options=-c%20x%3D1";
-        assert_eq!(
-            urls,
-            [
-                format!("postgres://u%40:p%2Cq@host{rest}&host=a&port=1"),
-                format!("postgres://u%40:p%2Cq@host{rest}&host=%2Frun&port=5432")
-            ]
-        );
-    }
-
-    #[test]
-    fn server_is_verified_if_its_authority_is_named() {
-        type Variables = &'static [(&'static str, &'static str)];
-        let table: [(&str, Variables, bool); 6] = [
-            ("sslmode=require&sslrootcert=/ca", &[], true),
-            ("sslmode=require", &[("PGSSLROOTCERT", "/ca")], true),
-            ("sslrootcert=/ca", &[("PGSSLMODE", "require")], true),
-            ("sslmode=require", &[], false),
-            ("sslmode=verify-full&sslrootcert=/ca", &[], false),
-            ("sslmode=prefer&sslrootcert=/ca", &[], false),
-        ];
-        for (query, variables, is_raised) in table {
-            let parsed = parse(&format!("postgres://a/db?{query}"), variables).expect("it is valid");
-            assert_eq!(parsed.hosts[0].url.contains("&sslmode=verify-ca&"), is_raised, "{query} {variables:?}");
-        }
-    }
-
-    #[test]
-    fn settings_come_from_the_url_then_from_the_environment() {
-        let variables = [("PGLOADBALANCEHOSTS", "random"), ("PGCONNECT_TIMEOUT", "2"), ("PGTARGETSESSIONATTRS", "any")];
-        let from = |url: &str| {
-            let parsed = parse(url, &variables).expect("it is valid");
-            (parsed.order, parsed.connect_timeout)
-        };
-        assert_eq!(from("postgres://a,b/db"), (HostOrder::Random, Duration::from_secs(2)));
-        let url = "postgres://a/db?load_balance_hosts=disable&connect_timeout=3&target_session_attrs=read-write";
-        assert_eq!(from(url), (HostOrder::AsListed, Duration::from_secs(3)));
-        assert_eq!(from("postgres://a/db?connect_timeout=0").1, Duration::from_secs(5));
-    }
-
-    #[test]
-    fn file_of_passwords_is_used_unless_a_password_is_set() {
-        for (url, variables, is_used) in [
-            ("postgres://u@a/db?passfile=/x", &[][..], true),
-            ("postgres://u:p@a/db?passfile=/x", &[], false),
-            ("postgres://u@a/db?password=p&passfile=/x", &[], false),
-            ("postgres://u@a/db?passfile=/x", &[("PGPASSWORD", "p")], false),
-        ] {
-            assert_eq!(parse(url, variables).expect("it is valid").passfile.is_some(), is_used, "{url}");
-        }
-    }
-
-    #[test]
-    fn error_names_the_accepted_values_and_no_secret() {
-        let table = [
-            ("postgres://u:secret@a/db?target_session_attrs=standby", "read-write, primary or any"),
-            ("postgres://u:secret@a/db?target_session_attrs=", "read-write, primary or any"),
-            ("postgres://u:secret@a/db?load_balance_hosts=round", "disable or random"),
-            ("postgres://u:secret@a/db?connect_timeout=soon", "1 to 3600 seconds"),
-            ("postgres://u:secret@a/db?connect_timeout=-1", "1 to 3600 seconds"),
-            ("postgres://u:secret@a,b,c/db?port=1,2", "3 hosts and 2 ports"),
-            ("postgres://u:secret@a:0/db", "host 1 must be a number from 1 to 65535"),
-            ("postgres://u:secret@a,b:x/db", "host 2 must be a number"),
-            ("postgres://u:secret@[::1/db", "host 1 has a [ without a ]"),
-            ("postgres://u:secret@a,b%2/db", "host 2 is not UTF-8"),
-            ("postgres://u:secret@a%zz/db", "host 1 is not UTF-8"),
-            ("postgres://u:secret@a%ff/db", "host 1 is not UTF-8"),
-            ("postgres://u:secret@a/db?hostaddr=b", "IP addresses"),
-            // A password with an unescaped slash and without a host.
-            ("postgres://u:secret/", "host 1 must be a number"),
-        ];
-        for (url, expected) in table {
-            let error = parse(url, &[]).err().unwrap_or_else(|| panic!("{url} is accepted"));
-            assert!(error.contains(expected) && !error.contains("secret"), "{url}: {error}");
-        }
-    }
 }

@@ -34,12 +34,11 @@ const BEGIN: &str = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_time
 const LOCK_MAY_BE_HELD: &str =
     "; another restore, import or server may hold the lock that writes need (pg_stat_activity shows it)";
 const HAS_USERS: &str = "SELECT EXISTS (SELECT 1 FROM auth_user) OR EXISTS (SELECT 1 FROM auth_role)";
-const ADD_FIRST: &str = "WITH added AS (INSERT INTO kv_log \
-    (key, value, lease, version, create_revision, prev_revision, deleted, id) \
-    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8) RETURNING 1) SELECT count(*) FROM added";
-const ADD_MORE: &str = "WITH added AS (INSERT INTO kv_log_more \
+const ADD_FIRST: &str = "INSERT INTO kv_log (key, value, lease, version, create_revision, prev_revision, deleted, id) \
+    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8)";
+const ADD_MORE: &str = "INSERT INTO kv_log_more \
     (key, value, lease, version, create_revision, prev_revision, deleted, id, sub) \
-    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9) RETURNING 1) SELECT count(*) FROM added";
+    SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 const ADD_LEASES: &str = "INSERT INTO lease (id, ttl, deadline) \
     SELECT id, ttl, clock_timestamp() + make_interval(secs => left_secs) \
     FROM unnest($1, $2, $3) AS l (id, ttl, left_secs)";
@@ -163,7 +162,7 @@ impl PostgresLoader {
             if sql == ADD_MORE {
                 query = query.bind(rows.iter().map(|change| i64::from(change.row.sub)).collect::<Vec<_>>());
             }
-            query.fetch_one(&mut self.connection).await?;
+            query.execute(&mut self.connection).await?;
         }
         Ok(())
     }

@@ -139,7 +139,9 @@ impl Primary {
 
     /// Returns the options of a host, without a password from a file.
     pub(super) fn parse(&self, host: usize) -> sqlx::Result<PgConnectOptions> {
-        let options = PgConnectOptions::from_str(&self.host(host).url)?;
+        let Host { url, address, .. } = self.host(host);
+        let options = PgConnectOptions::from_str(url)?;
+        let options = address.iter().fold(options, |options, address| options.host(address));
         // PgBouncer refuses this parameter, and binary numbers do not depend on it.
         Ok(options.extra_float_digits(None).application_name("orlop").disable_statement_logging())
     }
@@ -271,7 +273,7 @@ impl Primary {
 
     /// Connects to a host and asks for its state.
     async fn ask(&self, host: usize) -> sqlx::Result<Candidate> {
-        let options = self.with_password(self.parse(host)?)?;
+        let options = self.with_password(host, self.parse(host)?)?;
         let mut connection = self.open(&options).await?;
         let row = match sqlx::raw_sql(IDENTITY).fetch_one(&mut connection).await {
             Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000")) => {
@@ -307,10 +309,10 @@ impl Primary {
     }
 
     /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.
-    fn with_password(&self, options: PgConnectOptions) -> sqlx::Result<PgConnectOptions> {
+    fn with_password(&self, host: usize, options: PgConnectOptions) -> sqlx::Result<PgConnectOptions> {
         let Some(file) = &self.hosts.passfile else { return Ok(options) };
         let wanted = passfile::Wanted {
-            host: options.get_socket().map_or(options.get_host(), |_| "localhost"),
+            host: options.get_socket().map_or(self.host(host).listed.as_str(), |_| "localhost"),
             port: options.get_port(),
             database: options.get_database().unwrap_or_else(|| options.get_username()),
             user: options.get_username(),
@@ -420,7 +422,24 @@ fn is_of_role(error: &sqlx::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{Refusal, Timeline, refusal};
+    use sqlx::ConnectOptions as _;
+
+    use super::{Primary, Refusal, Timeline, refusal};
+
+    #[test]
+    fn password_in_a_file_is_that_of_the_listed_host() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let lines = "192.0.2.1:*:*:*:of-address\ndb.example:*:*:*:of-name\n";
+        std::fs::write(&file, lines).expect("it can be written");
+        for (host, password) in [("db.example", "of-name"), ("", "of-address")] {
+            let url = format!("postgres://{host}/db?user=u&hostaddr=192.0.2.1&passfile={}", file.path().display());
+            let primary = Primary::new(&url).expect("it is valid");
+            let options = primary.parse(0).and_then(|options| primary.with_password(0, options));
+            let options = options.expect("the file can be read");
+            assert_eq!(options.get_host(), "192.0.2.1", "{url}");
+            assert_eq!(options.to_url_lossy().password(), Some(password), "{url}");
+        }
+    }
 
     #[test]
     fn former_primary_and_other_cluster_are_refused() {

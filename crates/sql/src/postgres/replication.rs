@@ -1,5 +1,8 @@
 //! Whether a commit waits for a standby: a message at the start and at each change, and two metrics.
 //!
+//! Each session keeps the `synchronous_commit` with which it was opened, so the session that asks and the one that appends
+//! can differ after the setting of the role was changed. Replication counts as synchronous if both wait.
+//!
 //! Only settings that any role can read are used. `pg_stat_replication` shows an ordinary role the number of its rows,
 //! which includes logical subscribers and running base backups, but not their state.
 
@@ -19,15 +22,22 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const STATE: &str = "SELECT (SELECT count(*) FROM pg_stat_replication), \
     current_setting('synchronous_standby_names') <> '' AND current_setting('synchronous_commit') NOT IN ('off', 'local')";
 
+const WAITS: &str = "SELECT current_setting('synchronous_commit') NOT IN ('off', 'local')";
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct State {
-    standbys: i64,
-    is_synchronous: bool,
+    pub(super) standbys: i64,
+    pub(super) is_synchronous: bool,
 }
 
 pub(super) async fn state(connection: &mut PgConnection) -> sqlx::Result<State> {
     let (standbys, is_synchronous) = sqlx::query_as(STATE).fetch_one(connection).await?;
     Ok(State { standbys, is_synchronous })
+}
+
+/// Returns whether commits of this session wait for a standby, if the server has a synchronous one.
+pub(super) async fn waits_for_standby(connection: &mut PgConnection) -> sqlx::Result<bool> {
+    sqlx::query_scalar(WAITS).fetch_one(connection).await
 }
 
 /// The last state, and where it is reported.
@@ -97,7 +107,8 @@ impl State {
             Promise::MayBeLost => warn!(
                 standbys,
                 "replication is asynchronous: a failover can lose acknowledged writes; to prevent that, set \
-                 synchronous_standby_names"
+                 synchronous_standby_names, or, if the role has synchronous_commit = local, reset it and restart the \
+                 instances"
             ),
         }
     }

@@ -44,15 +44,13 @@ use super::{
     result_code::{CODE_FULL, has_code},
 };
 use crate::{
-    archive::{self, archive_columns, visited_columns},
+    archive::{self, FIRST_MOMENT, PRUNE_ROWS, archive_columns, visited_columns},
     error::unavailable,
     rows::{LogRow as _, SqlRange, row_id},
 };
 
 /// Number of rows that are in memory at a time while they are copied.
 const COPY_ROWS: usize = 100;
-/// Number of rows that one call of [`Archive::prune`] deletes.
-const PRUNE_ROWS: i64 = 500;
 
 /// The archive of a log in SQLite.
 pub struct SqliteArchive {

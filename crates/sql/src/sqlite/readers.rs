@@ -10,13 +10,11 @@ use rusqlite::Connection;
 use tokio::sync::Semaphore;
 
 use super::{
+    READERS_MAX,
     integrity::unreadable,
     writer::{Settings, blocking},
 };
 use orlop_core::log::{Connections, Error, Result};
-
-/// Maximum number of connections. Further reads wait.
-const READERS_MAX: usize = 4;
 
 pub(super) struct Readers {
     settings: Arc<Settings>,
@@ -27,7 +25,7 @@ pub(super) struct Readers {
 
 impl Readers {
     pub(super) fn new(settings: Arc<Settings>) -> Self {
-        Self { settings, idle: Arc::default(), permits: Arc::new(Semaphore::new(READERS_MAX)) }
+        Self { settings, idle: Arc::default(), permits: Arc::new(Semaphore::new(READERS_MAX as usize)) }
     }
 
     /// Runs a read on a free connection, on a thread where it may block.
@@ -60,13 +58,13 @@ impl Readers {
     }
 
     pub(super) fn connections(&self) -> Connections {
-        let used = READERS_MAX - self.permits.available_permits();
+        let used = READERS_MAX as usize - self.permits.available_permits();
         Connections { idle: self.idle.lock().len(), used }
     }
 
     /// Waits for the reads that have begun, and closes all connections.
     pub(super) async fn close(&self) {
-        let all = self.permits.acquire_many(READERS_MAX as u32).await;
+        let all = self.permits.acquire_many(READERS_MAX).await;
         self.permits.close();
         drop(all);
         self.idle.lock().clear();

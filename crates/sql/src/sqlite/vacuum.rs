@@ -9,7 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rusqlite::Connection;
@@ -27,9 +27,12 @@ use super::{
 };
 use orlop_core::{log::Result, supervise::vital};
 
-/// Returns up to 64 pages, while other writes wait.
+/// Returns up to 64 pages, while other writes wait. It returns a row for each page.
 const STEP_SQL: &str = "PRAGMA incremental_vacuum(64)";
-const STEP_PAGES: usize = 64;
+/// Time after which a step ends before it has returned all its pages. In a large file of which most is free, SQLite reads
+/// a large part of the list of free pages to move a single page.
+const STEP_TIME_MAX: Duration = Duration::from_millis(3);
+/// Minimum pause between two steps. A step that takes longer is followed by a pause as long as the step.
 const STEP_PAUSE: Duration = Duration::from_millis(5);
 /// The value of the pragma `auto_vacuum` of a file that never returns free pages.
 const AUTO_VACUUM_NONE: i64 = 0;
@@ -56,6 +59,14 @@ struct Shared {
     has_warned: AtomicBool,
 }
 
+/// The result of a step.
+struct Step {
+    /// Number of pages that are still free and can be returned.
+    free: i64,
+    /// Time for which other writes had to wait.
+    took: Duration,
+}
+
 impl Vacuum {
     pub(super) fn start(writer: Arc<Writer>, checkpointer: Arc<Checkpointer>) -> Self {
         let (freed, stop, has_warned) = (Notify::new(), Notify::new(), AtomicBool::new(false));
@@ -71,7 +82,7 @@ impl Vacuum {
 
     /// Runs one step. Returns the number of pages that are still free and can be returned.
     pub(super) async fn step(&self) -> Result<i64> {
-        self.shared.step().await
+        Ok(self.shared.step(STEP_TIME_MAX).await?.free)
     }
 
     /// Stops the background task and waits for its end.
@@ -110,27 +121,29 @@ impl Shared {
         let (all, mut free) = pages.await.map_err(unreadable)?;
         let keep = KEEP_PAGES.max(all / KEEP_DIVISOR);
         while free > keep {
-            free = self.step().await?;
-            sleep(STEP_PAUSE).await;
+            let step = self.step(STEP_TIME_MAX).await?;
+            free = step.free;
+            sleep(STEP_PAUSE.max(step.took)).await;
         }
         Ok(())
     }
 
-    async fn step(&self) -> Result<i64> {
+    async fn step(&self, time_max: Duration) -> Result<Step> {
         let writer = self.writer.lock().await.map_err(unavailable)?;
-        let step = writer.run(|writer| {
+        let begun = Instant::now();
+        let step = writer.run(move |writer| {
             let before = pragma(writer, "freelist_count")?;
-            // It returns a row for each page.
-            writer.prepare_cached(STEP_SQL)?.query_map([], |_| Ok(()))?.try_for_each(|page| page)?;
-            Ok((before, pragma(writer, "freelist_count")?, pragma(writer, "auto_vacuum")?))
+            let returned = return_pages(writer, time_max)?;
+            Ok((before, returned, pragma(writer, "freelist_count")?, pragma(writer, "auto_vacuum")?))
         });
-        let (before, free, auto_vacuum) = step.await.map_err(unreadable)?;
+        let (before, returned, free, auto_vacuum) = step.await.map_err(unreadable)?;
+        let took = begun.elapsed();
         if before > 0 && free >= before {
             self.warn_of_useless_step(auto_vacuum);
-            return Ok(0);
+            return Ok(Step { free: 0, took });
         }
-        self.checkpointer.purged(STEP_PAGES);
-        Ok(free)
+        self.checkpointer.purged(returned);
+        Ok(Step { free, took })
     }
 
     /// Another program may have created the file again, for example from a dump.
@@ -144,6 +157,64 @@ impl Shared {
     }
 }
 
+/// Returns free pages to the file system until `time_max` has passed, at least one. Returns their number.
+fn return_pages(writer: &mut Connection, time_max: Duration) -> rusqlite::Result<usize> {
+    let begun = Instant::now();
+    // Without it, the end of a statement that has more rows commits, and its error would be lost.
+    let transaction = writer.transaction()?;
+    let mut returned = 0;
+    {
+        let mut statement = transaction.prepare_cached(STEP_SQL)?;
+        let mut pages = statement.query([])?;
+        while pages.next()?.is_some() {
+            returned += 1;
+            if begun.elapsed() >= time_max {
+                break;
+            }
+        }
+    }
+    transaction.commit()?;
+    Ok(returned)
+}
+
 fn pragma(connection: &Connection, name: &str) -> rusqlite::Result<i64> {
     connection.pragma_query_value(None, name, |row| row.get(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sqlite::SqliteLog;
+
+    /// Leaves about a hundred free pages, fewer than those that remain free.
+    const FREE_PAGES: &str = "CREATE TABLE t (bytes); INSERT INTO t VALUES (zeroblob(400000)); DROP TABLE t";
+
+    #[tokio::test]
+    async fn step_ends_when_its_time_is_up_after_at_least_one_page() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let run = async |sql: &'static str| {
+            let writer = log.writer.lock().await.expect("a connection");
+            let pages = writer.run(move |writer| {
+                writer.execute_batch(sql)?;
+                Ok((pragma(writer, "page_count")?, pragma(writer, "freelist_count")?))
+            });
+            pages.await.expect("the numbers of pages")
+        };
+        let (all, mut free) = run(FREE_PAGES).await;
+        assert!(free > 80, "{free} pages are free");
+        for (time_max, pages) in [(Duration::ZERO, 1), (Duration::ZERO, 1), (Duration::MAX, 64), (Duration::ZERO, 1)] {
+            let step = log.vacuum.shared.step(time_max).await.expect("a step");
+            free -= pages;
+            assert_eq!(step.free, free, "a step of {time_max:?}");
+            assert_eq!(run("").await.1, free, "a step of {time_max:?} is committed");
+        }
+        while free > 0 {
+            let step = log.vacuum.shared.step(Duration::ZERO).await.expect("a step");
+            assert_eq!(step.free, free - 1);
+            free = step.free;
+        }
+        let (left, _) = run("").await;
+        assert!(left < all - 80, "the file had {all} pages and has {left}");
+    }
 }

@@ -1,15 +1,13 @@
 //! A read-only snapshot of a log.
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
 use tokio::sync::Mutex;
 
 use super::{
+    BUSY_TIMEOUT,
     foreign::has_kines_table,
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
@@ -27,9 +25,6 @@ use orlop_core::{
     log::{Error, History, Meta, Page, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
 };
-
-/// Maximum time that a view waits for a lock of SQLite, for example while a server opens the file.
-const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Growth of the WAL, or the size of the database if that is more, after which a view of a database in use ends.
 const WAL_GROWTH_MAX: u64 = 1 << 30;

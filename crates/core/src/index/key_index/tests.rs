@@ -72,25 +72,41 @@ fn compaction_removes_rows_that_no_readable_revision_needs() {
 
 #[test]
 fn put_is_superseded_by_the_next_change_and_a_tombstone_at_once() {
-    let ends = |key: &KeyIndex| -> Vec<(i64, i64)> {
-        key.rows().iter().map(|it| (it.superseded.row.revision.0, it.superseded.end.0)).collect()
-    };
     let mut key = worked_history();
-    assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, i64::MAX)]);
     key.delete(row(10));
-    assert_eq!(ends(&key), [(2, 4), (4, 5), (5, 5), (7, 9), (9, 10), (10, 10)]);
+    let mut removed = Vec::new();
+    assert_eq!(key.compact(Revision(11), &mut removed), Fate::Drop);
+    let ends: Vec<_> = removed.iter().map(|it| (it.row.revision.0, it.end.0)).collect();
+    assert_eq!(ends, [(2, 4), (4, 5), (5, 5), (7, 9), (9, 10), (10, 10)]);
 }
 
 #[test]
-fn rows_from_a_revision_are_the_end_of_all_rows() {
-    let mut deleted = worked_history();
+fn rows_within_bounds_are_a_part_of_all_rows_in_both_directions() {
+    let worked =
+        [(2, false), (4, false), (5, true), (7, false), (9, false)].map(|(at, is_delete)| (row(at), is_delete));
+    let ended = [worked.as_slice(), &[(row(10), true)]].concat();
+    // The key is deleted and put again at one revision.
+    let again = RowId::new(Revision(10), 1);
+    let created = [ended.as_slice(), &[(again, false)]].concat();
+    let (mut deleted, mut compacted) = (worked_history(), worked_history());
     deleted.delete(row(10));
-    let alone = KeyIndex::deleted(row(5));
-    for key in [worked_history(), deleted, alone] {
-        let all: Vec<_> = key.rows().iter().map(|it| (it.superseded.row, it.is_delete)).collect();
-        for from in 1..12 {
-            let expected: Vec<_> = all.iter().copied().filter(|(row, _)| row.revision.0 >= from).collect();
-            assert_eq!(key.rows_from(Revision(from)).collect::<Vec<_>>(), expected, "from {from}");
+    let mut put_again = deleted.clone();
+    put_again.put(again, again.revision, 1, None);
+    compacted.compact(Revision(5), &mut Vec::new());
+    let bounds = (1..12).flat_map(|revision| [0, 1].map(|sub| RowId::new(Revision(revision), sub)));
+    for (key, all) in [
+        (worked_history(), worked.as_slice()),
+        (deleted, ended.as_slice()),
+        (put_again, created.as_slice()),
+        (compacted, &worked[2..]),
+        (KeyIndex::deleted(row(5)), &worked[2..3]),
+    ] {
+        for (from, to) in bounds.clone().flat_map(|from| bounds.clone().map(move |to| (from, to))) {
+            let within = all.iter().filter(|(row, _)| (from..=to).contains(row));
+            let expected: Vec<_> = within.map(|&(row, is_delete)| IndexedRow { row, is_delete }).collect();
+            assert_eq!(key.rows(from, to).collect::<Vec<_>>(), expected, "{from:?} to {to:?}");
+            let backwards: Vec<_> = expected.into_iter().rev().collect();
+            assert_eq!(key.rows(from, to).rev().collect::<Vec<_>>(), backwards, "{to:?} back to {from:?}");
         }
     }
 }

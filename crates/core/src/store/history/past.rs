@@ -290,19 +290,21 @@ impl Shared {
     ) -> PastResult<(Found, PageEnd)> {
         let (mut indexed, compacted) = {
             let index = self.index.read();
-            (index.rows(key), index.compact_revision().unwrap_or(Revision::EMPTY))
+            let rows = index.rows(key, from, to);
+            // One more than the page has shows that it is not the last.
+            let indexed: Vec<IndexedRow> = match order {
+                Order::OldestFirst => rows.take(indexed_max + 1).collect(),
+                Order::NewestFirst => rows.rev().take(indexed_max + 1).collect(),
+            };
+            (indexed, index.compact_revision().unwrap_or(Revision::EMPTY))
         };
-        indexed.retain(|it| (from..=to).contains(&it.superseded.row));
         let mut page = PageEnd { order, last: None };
-        if order == Order::NewestFirst {
-            indexed.reverse();
-        }
         let total = indexed.len();
         indexed.truncate(indexed_max);
-        let rows: Vec<(RowId, usize)> = indexed.iter().map(|it| (it.superseded.row, key.len())).collect();
+        let rows: Vec<(RowId, usize)> = indexed.iter().map(|it| (it.row, key.len())).collect();
         indexed.truncate(self.rows_of_page(&rows).await?);
         if indexed.len() < total {
-            page.end_at(indexed.last().map(|it| it.superseded.row));
+            page.end_at(indexed.last().map(|it| it.row));
         }
         let mut found = self.indexed_changes(key, &indexed).await?;
         if from.revision < compacted {
@@ -314,7 +316,7 @@ impl Shared {
             found.extend(archived.into_iter().map(|past| (past.row, past)));
         }
         found.retain(|row, _| page.contains(*row));
-        let rows = indexed.iter().map(|it| it.superseded.row).filter(|row| page.contains(*row));
+        let rows = indexed.iter().map(|it| it.row).filter(|row| page.contains(*row));
         if rows.into_iter().any(|row| !found.contains_key(&row)) {
             // A compaction has removed rows since the index was read.
             return Err(Error::Compacted.into());
@@ -324,10 +326,10 @@ impl Shared {
 
     /// Reads the changes of a key from the log. Omits puts that are no longer there.
     async fn indexed_changes(&self, key: &Key, rows: &[IndexedRow]) -> PastResult<Found> {
-        let puts: Vec<RowId> = rows.iter().filter(|it| !it.is_delete).map(|it| it.superseded.row).collect();
+        let puts: Vec<RowId> = rows.iter().filter(|it| !it.is_delete).map(|it| it.row).collect();
         let mut pairs: HashMap<RowId, EncodedKv> = self.read_when_free(&puts).await?.into_iter().collect();
         let changes = rows.iter().filter_map(|it| {
-            let row = it.superseded.row;
+            let row = it.row;
             let kv = if it.is_delete { None } else { Some(pairs.remove(&row)?) };
             Some((row, PastRow { row, key: key.clone(), kv }))
         });
@@ -442,7 +444,7 @@ mod tests {
     use futures_util::FutureExt as _;
 
     use super::*;
-    use crate::{store::fixtures::shared, types::Superseded};
+    use crate::store::fixtures::shared;
 
     #[tokio::test]
     async fn changes_of_a_key_wait_like_other_lists() {
@@ -452,10 +454,7 @@ mod tests {
             lists.push(list);
         }
         let key = Key::from(b"k".to_vec());
-        let row = |sub: u32| {
-            let superseded = Superseded { row: RowId::new(Revision(2), sub), end: Revision::MAX };
-            IndexedRow { superseded, is_delete: false }
-        };
+        let row = |sub: u32| IndexedRow { row: RowId::new(Revision(2), sub), is_delete: false };
         for (count, waits) in [(1, false), (PAGE_CHANGES as u32, true)] {
             let rows: Vec<IndexedRow> = (0..count).map(row).collect();
             let read = shared.indexed_changes(&key, &rows).now_or_never();

@@ -35,13 +35,12 @@ use crate::{
             CODE_BUSY, CODE_CORRUPT, CODE_ERROR, CODE_FULL, CODE_IO, CODE_LOCKED, CODE_NO_MEMORY, CODE_NOT_A_DATABASE,
             ResultCode as _,
         },
+        wal::FILE_BYTES_MAX,
     },
 };
 
 /// Maximum number of connections for reads.
 const READERS_MAX: u32 = 2;
-/// Size to which SQLite truncates a WAL that has grown beyond it.
-const WAL_BYTES_MAX: &str = "67108864";
 
 /// Returns the archive's file of a database file.
 pub(in crate::sqlite) fn archive_file(database: &Path) -> PathBuf {
@@ -277,7 +276,7 @@ impl SqliteArchive {
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT)
-            .pragma("journal_size_limit", WAL_BYTES_MAX)
+            .pragma("journal_size_limit", FILE_BYTES_MAX)
             .pragma("cache_size", "-2048")
             .disable_statement_logging();
         let log_writer = Arc::clone(&log.writer);

@@ -39,7 +39,6 @@ pub(super) const CORRECT_TIMES: &str = "UPDATE kv_time SET at = ?1, gap = 1 \
 pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at, gap) \
     SELECT ?1, iif(last.at BETWEEN ?2 AND ?2 + 60000, last.at, ?2), ?3 \
     FROM (SELECT coalesce(max(id), 0) AS id, at FROM kv_time) last WHERE ?1 > last.id";
-pub(super) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
 pub(super) const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
 pub(super) const TIME_OF: &str =
     "SELECT at, gap FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";

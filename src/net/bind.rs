@@ -1,0 +1,125 @@
+//! Binds the addresses of listeners.
+
+use std::{
+    fs::Permissions,
+    io,
+    net::{Ipv6Addr, SocketAddr},
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
+};
+
+use rustix::net::sockopt::set_ipv6_v6only;
+use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixSocket};
+
+use crate::config::FileMode;
+
+/// Maximum number of clients that wait to be accepted; the kernel lowers it to `net.core.somaxconn`. Further ones wait for a
+/// second on TCP, and are refused on a unix socket.
+const BACKLOG: u32 = 4_096;
+
+/// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
+/// that the advertised name matches certificates.
+pub(super) async fn bind_tcp(address: &str) -> io::Result<(TcpListener, String)> {
+    let found = preferred(tokio::net::lookup_host(address).await?);
+    let found = found.ok_or_else(|| io::Error::other(format!("{address} has no address")))?;
+    let all = found.ip().is_unspecified().then(|| listen_on_all(found.port()));
+    let socket = match all {
+        Some(Ok(socket)) => socket,
+        Some(Err(error)) if error.kind() == io::ErrorKind::AddrInUse => return Err(error),
+        // This system may lack IPv6.
+        Some(Err(_)) | None => listen(if found.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?, found)?,
+    };
+    let port = socket.local_addr()?.port();
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    Ok((socket, format!("{host}:{port}")))
+}
+
+/// Listens on all addresses of IPv6 and IPv4, as Go does for either.
+fn listen_on_all(port: u16) -> io::Result<TcpListener> {
+    let socket = TcpSocket::new_v6()?;
+    set_ipv6_v6only(&socket, false)?;
+    listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
+}
+
+fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
+    // Otherwise a restarted server could not bind while connections of the last one are in TIME_WAIT.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+/// Returns the address that etcd binds of a name such as localhost: the first of IPv4, or else the first.
+fn preferred(addresses: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
+    addresses.min_by_key(SocketAddr::is_ipv6)
+}
+
+/// Binds a unix socket. Sets its mode before clients can connect.
+pub(super) fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener> {
+    let socket = UnixSocket::new_stream()?;
+    socket.bind(path)?;
+    std::fs::set_permissions(path, Permissions::from_mode(mode.0))?;
+    socket.listen(BACKLOG)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::{
+        net::{TcpStream, UnixStream},
+        time::timeout,
+    };
+
+    use super::*;
+    use crate::net::Accept;
+
+    #[test]
+    fn names_are_bound_to_ipv4_as_by_etcd() {
+        let parsed = |text: &&str| text.parse::<SocketAddr>().expect("an address");
+        for (resolved, bound) in [
+            (&["[::1]:1", "127.0.0.1:1"][..], Some("127.0.0.1:1")),
+            (&["127.0.0.2:1", "127.0.0.1:1"], Some("127.0.0.2:1")),
+            (&["[::2]:1", "[::1]:1"], Some("[::2]:1")),
+            (&[], None),
+        ] {
+            assert_eq!(preferred(resolved.iter().map(parsed)), bound.map(|text| parsed(&text)), "{resolved:?}");
+        }
+    }
+
+    /// Where there is no IPv6, the socket is one of IPv4.
+    #[tokio::test]
+    async fn unspecified_addresses_are_those_of_both_families() {
+        for address in ["0.0.0.0:0", "[::]:0"] {
+            let Ok((socket, bound)) = bind_tcp(address).await else { continue };
+            assert_eq!(bound.rsplit_once(':').map(|(host, _)| host), address.strip_suffix(":0"));
+            let is_dual = socket.local_addr().expect("an address").is_ipv6();
+            assert_eq!(is_dual, TcpSocket::new_v6().is_ok());
+            let port = socket.local_addr().expect("an address").port();
+            for host in ["127.0.0.1", "::1"].into_iter().take(if is_dual { 2 } else { 1 }) {
+                let _client = TcpStream::connect((host, port)).await.expect("a connection");
+                let (_stream, remote) = Accept::accept(&socket).await.expect("a client");
+                let remote: SocketAddr = remote.parse().expect("an address");
+                assert_eq!(remote.ip().to_string(), host, "a client of {address}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn clients_that_connect_at_once_wait_to_be_accepted() {
+        const CLIENTS: usize = 300;
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let _unix = bind_unix(&path, FileMode(0o600)).expect("a socket");
+        let mut clients = Vec::new();
+        for number in 0..CLIENTS {
+            clients.push(UnixStream::connect(&path).await.unwrap_or_else(|error| panic!("client {number}: {error}")));
+        }
+        drop(clients);
+        let (_tcp, address) = bind_tcp("127.0.0.1:0").await.expect("a port is free");
+        let mut clients = Vec::new();
+        for number in 0..CLIENTS {
+            let connected = timeout(Duration::from_secs(10), TcpStream::connect(&address)).await;
+            clients.push(connected.unwrap_or_else(|_| panic!("client {number} waits")).expect("a connection"));
+        }
+    }
+}
