@@ -10,10 +10,11 @@ use std::{
     io::{IsTerminal as _, Write as _},
 };
 
-use orlop_client::{Client, describe};
+use orlop_client::describe;
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        Compare, DeleteRangeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        Compare, DeleteRangeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RangeResponse, RequestOp,
+        ResponseOp, TxnRequest,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
         response_op::Response,
@@ -23,12 +24,13 @@ use orlop_wire::proto::client::{
 };
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tonic::Status;
 
 use super::{
     Ending, Result,
     compare::{Difference, Differences, described},
     selection::Selection,
-    source::{Source, SourceFlags, failed},
+    source::{Session, Source, SourceFlags, failed},
     text::{OutputFlags, key_json},
     time::Point,
 };
@@ -37,8 +39,10 @@ use crate::{
     text::shown_key,
 };
 
-/// Bytes of keys and values after which a transaction ends; etcd's servers accept 1.5 MiB.
+/// Size of a transaction in bytes after which it ends; etcd's servers accept 1.5 MiB.
 const TXN_BYTES: usize = 1 << 20;
+/// Maximum number of bytes that an operation, its compare and its read take in addition to keys and the value.
+const FRAMING_BYTES: usize = 64;
 
 #[derive(Debug, clap::Args)]
 pub struct RewindArgs {
@@ -92,6 +96,8 @@ pub async fn run(args: RewindArgs) -> Result<Ending> {
 struct Rewind<'a> {
     args: &'a RewindArgs,
     source: &'a Source,
+    /// The connection of all requests while the streams of the two states are read, which may occupy all of theirs.
+    session: Session,
     /// The revision whose state is written again.
     to: i64,
     /// The revision of the state that is replaced.
@@ -115,7 +121,7 @@ impl<'a> Rewind<'a> {
     async fn new(args: &'a RewindArgs, source: &'a Source) -> Result<Self> {
         let to = source.revision_at(args.to).await?;
         let head = source.state().await?.revision;
-        Ok(Self { args, source, to, head, leases: Mutex::default() })
+        Ok(Self { args, source, session: source.connect_again().await?, to, head, leases: Mutex::default() })
     }
 
     async fn run(self) -> Result<Ending> {
@@ -189,7 +195,8 @@ impl<'a> Rewind<'a> {
         if id == 0 || self.leases.lock().contains_key(&id) {
             return Ok(());
         }
-        let answer = self.source.client().leases().lease_time_to_live(LeaseTimeToLiveRequest { id, keys: false }).await;
+        let request = LeaseTimeToLiveRequest { id, keys: false };
+        let answer = self.session.send(async |client| client.leases().lease_time_to_live(request).await).await;
         // The TTL of a lease that does not exist is -1.
         let exists = answer.map_err(|status| describe(&status))?.into_inner().ttl >= 0;
         self.leases.lock().insert(id, exists);
@@ -224,10 +231,8 @@ impl<'a> Rewind<'a> {
         Ok(count)
     }
 
-    /// Writes what differs. The transactions have a connection of their own, because the streams of the two states may
-    /// occupy all of theirs.
+    /// Writes what differs.
     async fn write(&self) -> Result<Count> {
-        let writer = self.source.connect_again().await?;
         let mut count = Count::default();
         let mut differences = self.differences().await?;
         let (mut batch, mut bytes) = (Vec::new(), 0);
@@ -238,22 +243,52 @@ impl<'a> Rewind<'a> {
             if !needed.map_err(|error| self.interrupted(&error.to_string(), &count))? {
                 continue;
             }
-            let len = difference.key().len() * 2 + difference.new.as_ref().map_or(0, |pair| pair.value.len());
+            // The compare, the operation and the read each have the key.
+            let len =
+                difference.key().len() * 3 + difference.new.as_ref().map_or(0, |pair| pair.value.len()) + FRAMING_BYTES;
             if batch.len() == self.args.txn_ops as usize || (bytes + len > TXN_BYTES && !batch.is_empty()) {
-                self.commit(&writer, std::mem::take(&mut batch), &mut count).await?;
+                self.commit(std::mem::take(&mut batch), &mut count).await?;
                 bytes = 0;
             }
             bytes += len;
             batch.push(difference);
         }
         if !batch.is_empty() {
-            self.commit(&writer, batch, &mut count).await?;
+            self.commit(batch, &mut count).await?;
         }
         Ok(count)
     }
 
     /// Writes some keys in one transaction, or none of them if one was changed since the plan.
-    async fn commit(&self, writer: &Client, batch: Vec<Difference>, count: &mut Count) -> Result<()> {
+    async fn commit(&self, batch: Vec<Difference>, count: &mut Count) -> Result<()> {
+        let request = self.transaction(&batch);
+        let answer = self.session.send(async |client| client.kv().txn(request.clone()).await).await;
+        let refused = |status: Status| self.interrupted(&with_remedy(&describe(&status), &batch), count);
+        let answer = answer.map_err(refused)?.into_inner();
+        if answer.succeeded {
+            let puts = batch.iter().filter(|difference| difference.new.is_some()).count();
+            count.puts += puts;
+            count.deletes += batch.len() - puts;
+            count.revisions.extend(answer.header.map(|header| header.revision));
+            return Ok(());
+        }
+        let found = self.found_revisions(&batch, answer.responses).await;
+        let found = found.map_err(|status| self.interrupted(&describe(&status), count))?;
+        for (difference, found) in batch.iter().zip(found) {
+            let planned = difference.old.as_ref().map_or(0, |pair| pair.mod_revision);
+            // A key that was created and deleted again is found among the changes of others.
+            if found != planned {
+                count.conflicts.insert(difference.key().to_vec());
+                print(self.conflict(difference.key(), planned, found).as_bytes())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the transaction that writes some keys. If a compare fails, it reads all of them, to find the changed ones.
+    /// A single key is read by another request then, because its value may be so long that only the compare fits
+    /// beside it.
+    fn transaction(&self, batch: &[Difference]) -> TxnRequest {
         let compare = batch.iter().map(|difference| Compare {
             result: CompareResult::Equal.into(),
             target: CompareTarget::Mod.into(),
@@ -273,37 +308,33 @@ impl<'a> Rewind<'a> {
                 ..Default::default()
             }),
         });
-        let failure = batch.iter().map(|difference| {
-            let key = difference.key().to_vec().into();
-            Request::RequestRange(RangeRequest { key, keys_only: true, ..Default::default() })
-        });
+        let read: &[Difference] = if batch.len() == 1 { &[] } else { batch };
+        let failure = read.iter().map(|difference| Request::RequestRange(newest(difference)));
         let op = |request| RequestOp { request: Some(request) };
-        let request = TxnRequest {
+        TxnRequest {
             compare: compare.collect(),
             success: success.map(op).collect(),
             failure: failure.map(op).collect(),
-        };
-        let answer = writer.kv().txn(request).await;
-        let answer = answer.map_err(|status| self.interrupted(&describe(&status), count))?.into_inner();
-        if answer.succeeded {
-            let puts = batch.iter().filter(|difference| difference.new.is_some()).count();
-            count.puts += puts;
-            count.deletes += batch.len() - puts;
-            count.revisions.extend(answer.header.map(|header| header.revision));
-            return Ok(());
         }
-        for (difference, answer) in batch.iter().zip(answer.responses) {
-            let found = match answer.response {
-                Some(Response::ResponseRange(range)) => range.kvs.first().map_or(0, |pair| pair.mod_revision),
-                _ => 0,
+    }
+
+    /// Returns the present mod_revisions of the keys of a transaction whose compares have failed; 0: the key does not
+    /// exist.
+    async fn found_revisions(
+        &self,
+        batch: &[Difference],
+        responses: Vec<ResponseOp>,
+    ) -> std::result::Result<Vec<i64>, Status> {
+        let ranges: Vec<RangeResponse> = if let [single] = batch {
+            vec![self.session.send(async |client| client.kv().range(newest(single)).await).await?.into_inner()]
+        } else {
+            let range = |response: ResponseOp| match response.response {
+                Some(Response::ResponseRange(range)) => range,
+                _ => RangeResponse::default(),
             };
-            let planned = difference.old.as_ref().map_or(0, |pair| pair.mod_revision);
-            if found != planned {
-                count.conflicts.insert(difference.key().to_vec());
-                print(self.conflict(difference.key(), planned, found).as_bytes())?;
-            }
-        }
-        Ok(())
+            responses.into_iter().map(range).collect()
+        };
+        Ok(ranges.iter().map(|range| range.kvs.first().map_or(0, |pair| pair.mod_revision)).collect())
     }
 
     /// Finds keys of the range that others have changed since the plan: after their transaction, or without one because
@@ -337,9 +368,8 @@ impl<'a> Rewind<'a> {
     }
 
     fn interrupted(&self, error: &str, count: &Count) -> String {
-        let hint = if error.contains("too many operations") { " (see --txn-ops)" } else { "" };
         format!(
-            "{error}{hint}; {} puts and {} deletes were written before: {} to continue",
+            "{error}; {} puts and {} deletes were written before: {} to continue",
             count.puts,
             count.deletes,
             self.again()
@@ -381,6 +411,24 @@ impl<'a> Rewind<'a> {
                 format!("{}\n", Value::from(object))
             }
         }
+    }
+}
+
+/// Returns the request that reads the newest revision of a key.
+fn newest(difference: &Difference) -> RangeRequest {
+    RangeRequest { key: difference.key().to_vec().into(), keys_only: true, ..Default::default() }
+}
+
+/// Returns the error about a transaction that the server has refused, with the flag that helps.
+fn with_remedy(error: &str, batch: &[Difference]) -> String {
+    match batch {
+        [single] if error.contains("request is too large") => {
+            format!("{error}: {} (see the server's --max-request-bytes)", shown_key(single.key()))
+        }
+        _ if ["too many operations", "request is too large"].iter().any(|text| error.contains(text)) => {
+            format!("{error} (see --txn-ops)")
+        }
+        _ => error.to_owned(),
     }
 }
 

@@ -49,8 +49,7 @@ impl SourceFlags {
     /// Connects to the server or, if a database is named, opens it and serves it to this process alone.
     pub(super) async fn open(&self) -> Result<Source> {
         if !self.datastore.is_given() {
-            let client = Mutex::new(self.server.connect().await?);
-            return Ok(Source { client, server: self.server.clone(), local: None });
+            return Ok(Source { session: Session::open(self.server.clone()).await?, local: None });
         }
         let settings = Settings::load(&Flags::from(self.datastore.clone()))?;
         // A server would create a database that does not exist.
@@ -58,7 +57,7 @@ impl SourceFlags {
         let local = Local::start(settings)?;
         let server = self.server.at(&format!("unix://{}", local.socket.display()))?;
         match local.connect(&server).await {
-            Ok(client) => Ok(Source { client: Mutex::new(client), server, local: Some(local) }),
+            Ok(client) => Ok(Source { session: Session { client: Mutex::new(client), server }, local: Some(local) }),
             // If the server could not start, its error tells why.
             Err(error) => Err(local.close().await.err().unwrap_or(error)),
         }
@@ -67,10 +66,16 @@ impl SourceFlags {
 
 /// The store of a command.
 pub(super) struct Source {
+    session: Session,
+    local: Option<Local>,
+}
+
+/// A connection whose requests log in again when the token has expired: a command may wait for an answer, or for the
+/// reader of its output, longer than a token is valid.
+pub(super) struct Session {
     /// Replaced by one with a new token when the token has expired.
     client: Mutex<Client>,
     server: ServerFlags,
-    local: Option<Local>,
 }
 
 /// Why no revision is known for a time: it is before the first one that was recorded.
@@ -145,28 +150,57 @@ async fn interrupted(folder: &Path) -> i32 {
     status
 }
 
+impl Session {
+    async fn open(server: ServerFlags) -> Result<Self> {
+        Ok(Self { client: Mutex::new(server.connect().await?), server })
+    }
+
+    fn client(&self) -> Client {
+        self.client.lock().clone()
+    }
+
+    /// Sends a request. If the token has expired, the server has not executed the request, and it is sent once more with
+    /// a new token.
+    pub(super) async fn send<T>(
+        &self,
+        request: impl AsyncFn(&Client) -> std::result::Result<T, Status>,
+    ) -> std::result::Result<T, Status> {
+        let client = self.client();
+        match request(&client).await {
+            Err(status) if status.code() == Code::Unauthenticated => {
+                let renewed = self.server.log_in_again(&client).await;
+                let renewed = renewed.map_err(|error| Status::unauthenticated(error.to_string()))?;
+                let Some(client) = renewed else { return Err(status) };
+                *self.client.lock() = client.clone();
+                request(&client).await
+            }
+            answer => answer,
+        }
+    }
+}
+
 impl Source {
     pub(super) fn client(&self) -> Client {
-        self.client.lock().clone()
+        self.session.client()
     }
 
     /// Opens another connection to the server. Pairs that were sent but not yet read occupy the flow-control windows of
     /// theirs, so an answer on the same connection may not arrive until they are read.
-    pub(super) async fn connect_again(&self) -> Result<Client> {
-        Ok(self.server.connect().await?)
+    pub(super) async fn connect_again(&self) -> Result<Session> {
+        Session::open(self.session.server.clone()).await
     }
 
-    /// Replaces the token, if the flags name a user.
+    /// Replaces the token, if the flags name a user. For requests whose errors [`Session::send`] does not see.
     pub(super) async fn log_in_again(&self) -> Result<()> {
-        if let Some(client) = self.server.log_in_again(&self.client()).await? {
-            *self.client.lock() = client;
+        if let Some(client) = self.session.server.log_in_again(&self.client()).await? {
+            *self.session.client.lock() = client;
         }
         Ok(())
     }
 
     /// Ends the server in this process, if there is one.
     pub(super) async fn close(self) -> Result<()> {
-        drop(self.client);
+        drop(self.session);
         match self.local {
             Some(local) => local.close().await,
             None => Ok(()),
@@ -174,7 +208,7 @@ impl Source {
     }
 
     pub(super) async fn state(&self) -> Result<HistoryStateResponse> {
-        let answer = self.client().history().state(HistoryStateRequest {}).await;
+        let answer = self.session.send(async |client| client.history().state(HistoryStateRequest {}).await).await;
         Ok(answer.map_err(|status| failed(&status))?.into_inner())
     }
 
@@ -191,8 +225,8 @@ impl Source {
         if point == Point::Now {
             return Ok(state.revision);
         }
-        let request = HistoryMomentRequest { unix_ms };
-        let answer = self.client().history().moment(request).await.map_err(|status| failed(&status))?.into_inner();
+        let moment = async |client: &Client| client.history().moment(HistoryMomentRequest { unix_ms }).await;
+        let answer = self.session.send(moment).await.map_err(|status| failed(&status))?.into_inner();
         let moment = answer.moment.ok_or_else(|| TooEarly(too_early(unix_ms, state.first_moment)))?;
         if answer.may_lack_revisions {
             return Err(format!(
@@ -210,29 +244,23 @@ impl Source {
     /// Returns the pairs of a range as of a revision.
     pub(super) async fn pairs(&self, range: (Vec<u8>, Vec<u8>), revision: i64) -> Result<PairStream> {
         let request = HistoryPairsRequest { key: range.0.into(), range_end: range.1.into(), revision };
-        let stream = self.client().history().pairs(request).await.map_err(|status| failed(&status))?.into_inner();
+        let answer = self.session.send(async |client| client.history().pairs(request.clone()).await).await;
+        let stream = answer.map_err(|status| failed(&status))?.into_inner();
         Ok(PairStream { stream, page: Vec::new().into_iter() })
     }
 
     /// Returns one pair as of a revision; `None` also if the revision is older than the history.
     pub(super) async fn pair(&self, key: &[u8], revision: i64) -> Result<Option<KeyValue>> {
         let request = HistoryPairsRequest { key: key.to_vec().into(), range_end: Vec::new().into(), revision };
-        let client = self.client();
-        let mut answer = first_pair(&client, request.clone()).await;
-        if answer.as_ref().is_err_and(|status| status.code() == Code::Unauthenticated)
-            && let Some(client) = self.server.log_in_again(&client).await?
-        {
-            answer = first_pair(&client, request).await;
-            *self.client.lock() = client;
-        }
-        match answer {
+        match self.session.send(async |client| first_pair(client, request.clone()).await).await {
             Err(status) if status.code() == Code::OutOfRange => Ok(None),
             answer => Ok(answer.map_err(|status| failed(&status))?),
         }
     }
 
     pub(super) async fn changes(&self, request: HistoryChangesRequest) -> Result<Streaming<HistoryChangesResponse>> {
-        Ok(self.client().history().changes(request).await.map_err(|status| failed(&status))?.into_inner())
+        let answer = self.session.send(async |client| client.history().changes(request.clone()).await).await;
+        Ok(answer.map_err(|status| failed(&status))?.into_inner())
     }
 }
 

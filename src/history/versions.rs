@@ -137,6 +137,8 @@ impl Printer<'_> {
     /// Returns the first revision to print.
     async fn start_revision(&self, state: &HistoryStateResponse) -> Result<i64> {
         match self.args.since {
+            // With this revision, the error of a follower tells to go on.
+            Some(Point::Revision(next)) if self.args.follow && next == state.revision + 1 => Ok(next),
             // The state at a point contains changes up to it.
             Some(point @ (Point::Ago(_) | Point::UnixMs(_))) => match self.source.revision_at(point).await {
                 Ok(revision) => Ok(revision + 1),
@@ -228,64 +230,77 @@ impl Printer<'_> {
         Ok((found, Reader::Present))
     }
 
-    /// Prints new versions until the server ends or the reader of the output is gone. If the output is read so slowly that a
-    /// compaction overtakes the watch, prints the versions meanwhile from the history. Returns the number of versions.
-    async fn follow(&mut self, mut start_revision: i64) -> Result<usize> {
+    /// Prints new versions until the reader of the output is gone; the end of the server is an error. If the output is
+    /// read so slowly that a compaction overtakes the watch, prints the versions meanwhile from the history. Returns the
+    /// number of versions.
+    async fn follow(&mut self, mut next_revision: i64) -> Result<usize> {
         let mut found = 0;
         loop {
-            let (watched, overtaken) = self.watch(start_revision).await?;
-            found += watched;
-            let Some(from_revision) = overtaken else { return Ok(found) };
-            // The token may have expired meanwhile.
-            self.source.log_in_again().await?;
+            let watched = self.watch(&mut next_revision).await;
+            let watched = watched.map_err(|error| format!("{error}; go on with --since {next_revision}"));
+            let (versions, reader) = watched?;
+            found += versions;
+            if reader == Reader::Gone {
+                return Ok(found);
+            }
             let state = self.source.state().await?;
-            if from_revision < state.first_revision {
+            if next_revision < state.first_revision {
                 return Err(format!(
-                    "revisions {from_revision} to {} were compacted meanwhile, and their versions are not known{}",
+                    "revisions {next_revision} to {} were compacted meanwhile, and their versions are not known{}",
                     state.first_revision - 1,
                     retention_hint(&state)
                 )
                 .into());
             }
-            let request = self.changes_request(from_revision, state.revision);
-            let (changes, reader) = self.print_changes(request).await?;
-            found += changes;
+            let request = self.changes_request(next_revision, state.revision);
+            let (versions, reader) = self.print_changes(request).await?;
+            found += versions;
             if reader == Reader::Gone {
                 return Ok(found);
             }
-            start_revision = state.revision + 1;
+            next_revision = state.revision + 1;
         }
     }
 
-    /// Prints new versions until the server ends, the reader of the output is gone, or a compaction overtakes the watch. A
-    /// reader that is gone is noticed when the next version is printed. Returns the number of versions and, after a
-    /// compaction, the first revision that was not printed.
-    async fn watch(&mut self, start_revision: i64) -> Result<(usize, Option<i64>)> {
+    /// Prints new versions until the reader of the output is gone, or a compaction overtakes the watch. A reader that is
+    /// gone is noticed when the next version is printed. Returns the number of versions. Then, and after an error,
+    /// everything before `next_revision` is printed.
+    async fn watch(&mut self, next_revision: &mut i64) -> Result<(usize, Reader)> {
+        // The token may have expired while the output was read.
+        self.source.log_in_again().await?;
         let (key, range_end) = self.args.selection.range();
-        let create =
-            WatchCreateRequest { key: key.into(), range_end: range_end.into(), start_revision, ..Default::default() };
+        let create = WatchCreateRequest {
+            key: key.into(),
+            range_end: range_end.into(),
+            start_revision: *next_revision,
+            ..Default::default()
+        };
         let mut events = self.source.client().open_watch(create).await.map_err(|status| describe(&status))?;
-        let (mut found, mut next_revision) = (0, start_revision);
+        let mut found = 0;
         while let Some(answer) = events.message().await.map_err(|status| describe(&status))? {
             if answer.canceled && answer.compact_revision > 0 {
-                return Ok((found, Some(next_revision)));
+                return Ok((found, Reader::Present));
             }
             if answer.canceled {
                 return Err(format!("the server has ended the watch: {}", answer.cancel_reason).into());
             }
+            // All events of a revision come together.
+            let next = answer.events.last().and_then(|event| event.kv.as_ref()).map(|pair| pair.mod_revision + 1);
             for event in answer.events {
                 let deleted = event.r#type() == EventType::Delete;
+                let Some(pair) = event.kv else { continue };
+                *next_revision = pair.mod_revision;
                 // It may have been written some time ago, as after a pause of the network.
                 let unix_ms = super::time::now_ms();
-                next_revision = event.kv.as_ref().map_or(next_revision, |pair| pair.mod_revision + 1);
-                let change = HistoryChange { kv: event.kv, deleted, unix_ms, time_is_latest: true };
+                let change = HistoryChange { kv: Some(pair), deleted, unix_ms, time_is_latest: true };
                 found += 1;
                 if self.print(change).await? == Reader::Gone {
-                    return Ok((found, None));
+                    return Ok((found, Reader::Gone));
                 }
             }
+            *next_revision = next.unwrap_or(*next_revision);
         }
-        Ok((found, None))
+        Err("the server has ended the watch".into())
     }
 
     async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {

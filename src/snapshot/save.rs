@@ -1,7 +1,7 @@
 //! `orlop snapshot save`: saves a snapshot of a running server, Orlop or etcd.
 
 use std::{
-    io::Write as _,
+    io::{ErrorKind, Write as _},
     num::NonZeroUsize,
     path::{Path, PathBuf},
     time::Duration,
@@ -23,8 +23,6 @@ use super::{
 };
 use orlop_core::{clock::now, files::folder_of};
 
-/// Maximum number of symbolic links that lead to a file, as on Linux.
-const LINKS_MAX: usize = 40;
 /// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
 const PIECE_WAIT_MAX: Duration = Duration::from_secs(10 * 60);
 
@@ -126,14 +124,19 @@ impl Target {
                 path.display()
             )));
         }
-        // A rename would replace it.
-        if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
-            return Err(Error::File(format!(
-                "{} is not a file; give the name of a file or of a folder",
-                path.display()
-            )));
+        match path.metadata() {
+            // A rename would replace it.
+            Ok(metadata) if !metadata.is_file() => {
+                let text = format!("{} is not a file; give the name of a file or of a folder", path.display());
+                return Err(Error::File(text));
+            }
+            // The kernel refuses some links, such as those of other users in /tmp.
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(Error::File(format!("cannot use {}: {error}", path.display())));
+            }
+            Ok(_) | Err(_) => {}
         }
-        Ok(Self { file: behind_links(path)?, dated: None })
+        Ok(Self { file: behind_links(path), dated: None })
     }
 
     /// Returns the folder of the file. The temporary file is in it too, so that it can be renamed.
@@ -143,16 +146,12 @@ impl Target {
 }
 
 /// Returns the file to which symbolic links lead, which need not exist. A rename would replace the link.
-fn behind_links(path: &Path) -> Result<PathBuf> {
+fn behind_links(path: &Path) -> PathBuf {
     let mut file = path.to_owned();
-    for _ in 0..=LINKS_MAX {
-        match file.read_link() {
-            Ok(next) => file = folder_of(&file).join(next),
-            // It is no link, or does not exist.
-            Err(_) => return Ok(file),
-        }
+    while let Ok(next) = file.read_link() {
+        file = folder_of(&file).join(next);
     }
-    Err(Error::File(format!("{} is a link that leads to no file", path.display())))
+    file
 }
 
 /// Receives a snapshot of a server into a temporary file and verifies its checksum. After each piece `progress` gets the

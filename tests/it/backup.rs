@@ -250,8 +250,7 @@ async fn save_replaces_nothing_but_files() {
         symlink(to, at(name)).expect("a link can be made");
     }
     let before = names(home.path());
-    for (name, because) in [("pipe", "pipe is not a file"), ("to-pipe", "is not a file"), ("round", "leads to no file")]
-    {
+    for (name, because) in [("pipe", "pipe is not a file"), ("to-pipe", "is not a file"), ("round", "symbolic links")] {
         check_fails(&["snapshot", "save", "--endpoints", server.endpoint(), text(&at(name))], because).await;
     }
     for (name, file) in [("chain", "old.db"), ("new", "new.db")] {

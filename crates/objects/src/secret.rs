@@ -1,9 +1,12 @@
 //! Masks the data of Secrets in a tree, wherever in it they are.
 //!
 //! Masked are the values of `data` and `stringData`, and the same in the copy of the object that `kubectl apply` keeps
-//! in an annotation. In this copy every unknown field is masked as a whole, because its name may be a misspelled one of
-//! these. Every other long annotation is masked as a whole, because it may be the copy of another tool. What cannot
-//! be read well enough to know is masked as a whole, too.
+//! in an annotation. In this copy every unknown field is masked as a whole, also inside the metadata, because its name
+//! may be a misspelled one of these, or one of these at a wrong depth. Every other long annotation is masked as a
+//! whole, because it may be the copy of another tool. What cannot be read well enough to know is masked as a whole,
+//! too.
+
+use std::collections::BTreeMap;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 
@@ -15,6 +18,24 @@ use crate::{
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 /// The fields of a Secret.
 const FIELDS: [&str; 7] = ["apiVersion", "kind", "metadata", "type", "immutable", "data", "stringData"];
+/// The fields of the metadata of an object.
+const METADATA_FIELDS: [&str; 15] = [
+    "annotations",
+    "creationTimestamp",
+    "deletionGracePeriodSeconds",
+    "deletionTimestamp",
+    "finalizers",
+    "generateName",
+    "generation",
+    "labels",
+    "managedFields",
+    "name",
+    "namespace",
+    "ownerReferences",
+    "resourceVersion",
+    "selfLink",
+    "uid",
+];
 /// Length of an annotation in bytes from which on it may be a copy of the Secret.
 const COPY_BYTES_MIN: usize = 64;
 /// The envelope of an object in protobuf, in base64, as an object in a list would have it.
@@ -122,13 +143,22 @@ fn mask_annotation(name: &str, value: &mut Node) -> usize {
 fn mask_copy(copy: &mut Node) -> usize {
     let Some(original) = copy.as_text().map(str::to_owned) else { return mask_value(copy) };
     let Some(Node::Map(mut fields)) = json::read(original.as_bytes()) else { return mask_value(copy) };
-    let unknown = fields.iter_mut().filter(|(name, _)| !FIELDS.contains(&name.as_str()));
-    let unknown: usize = unknown.map(|(_, value)| mask_value(value)).sum();
+    let mut unknown = mask_unknown(&mut fields, &FIELDS);
+    unknown += match fields.get_mut("metadata") {
+        None | Some(Node::Null) => 0,
+        Some(Node::Map(metadata)) => mask_unknown(metadata, &METADATA_FIELDS),
+        Some(other) => mask_value(other),
+    };
     let mut object = Node::Map(fields);
     let masked = unknown + mask_secret(&mut object);
     let shown = object.to_json().to_string() + if original.ends_with('\n') { "\n" } else { "" };
     *copy = Node::Masked(Masked { shown, ..Masked::new(0, original.as_bytes()) });
     masked
+}
+
+fn mask_unknown(fields: &mut BTreeMap<String, Node>, known: &[&str]) -> usize {
+    let unknown = fields.iter_mut().filter(|(name, _)| !known.contains(&name.as_str()));
+    unknown.map(|(_, value)| mask_value(value)).sum()
 }
 
 /// Masks one value; the length shown is that of the bytes, not of their base64.

@@ -177,6 +177,57 @@ fn fields_have_the_names_and_places_of_their_json() {
 }
 
 #[test]
+fn empty_fields_are_omitted_where_their_json_omits_them() {
+    let nested = |fields: &[u32], inner: &[u8]| {
+        fields.iter().rev().fold(inner.to_vec(), |inner, field| encode(&[(*field, &inner)]))
+    };
+    let taint = encode(&[(1, b"k"), (2, b""), (3, b"NoSchedule")]);
+    let toleration = encode(&[(1, b""), (2, b""), (3, b""), (4, b"")]);
+    let table: [(&str, &str, Vec<u8>, Value); 7] = [
+        ("v1", "Event", encode(&[(14, b""), (15, b"")]), json!({"reportingComponent": "", "reportingInstance": ""})),
+        (
+            "v1",
+            "Pod",
+            nested(&[3, 8, 13, 1], &[number(1, 0), number(2, 0)].concat()),
+            json!({"status": {"containerStatuses": [{"user": {"linux": {"uid": 0, "gid": 0}}}]}}),
+        ),
+        (
+            "v1",
+            "Pod",
+            nested(&[2, 1, 2, 26, 1, 6], &encode(&[(1, b"s"), (4, b""), (5, b""), (6, b"")])),
+            json!({"spec": {"volumes": [{"projected": {"sources": [{"podCertificate": {"signerName": "s"}}]}}]}}),
+        ),
+        (
+            "resource.k8s.io/v1",
+            "ResourceSlice",
+            nested(&[2, 2], &number(2, 0)),
+            json!({"spec": {"pool": {"generation": 0}}}),
+        ),
+        (
+            "resource.k8s.io/v1",
+            "ResourceSlice",
+            nested(&[2, 6, 8], &taint),
+            json!({"spec": {"devices": [{"taints": [{"key": "k", "effect": "NoSchedule"}]}]}}),
+        ),
+        (
+            "resource.k8s.io/v1",
+            "ResourceClaim",
+            nested(&[2, 1, 1, 2, 6], &toleration),
+            json!({"spec": {"devices": {"requests": [{"exactly": {"tolerations": [{}]}}]}}}),
+        ),
+        (
+            "resource.k8s.io/v1",
+            "ResourceClaim",
+            nested(&[3, 4, 6], &encode(&[(1, b""), (3, b"")])),
+            json!({"status": {"devices": [{"networkData": {}}]}}),
+        ),
+    ];
+    for (api_version, kind, raw, expected) in table {
+        check_object(api_version, kind, &raw, expected);
+    }
+}
+
+#[test]
 fn schemas_of_custom_resources_have_their_json_names() {
     let items = encode(&[(1, &encode(&[(5, b"string")]))]);
     let schema = [

@@ -8,6 +8,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use rustix::process::Signal;
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader},
+    process::Child,
     time::{sleep, timeout},
 };
 
@@ -15,7 +16,10 @@ use super::{
     KEEP,
     commands::{at, command, fill, put, without_times},
 };
-use crate::support::{Backend, Client, DEADLINE, Server, eventually, home, on_both_backends, send_signal};
+use crate::{
+    auth::{CHEAP, act_as, enable, password},
+    support::{Backend, Client, DEADLINE, Server, eventually, home, on_both_backends, send_signal},
+};
 
 async fn oldest_readable_version_is_printed(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &[]).await else { return };
@@ -86,6 +90,71 @@ async fn expired_token_is_renewed(backend: Backend) {
     put(&mut client, "/a/1", "one\nthree").await;
     let changed = "revision 4  version 2  9 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -two\n    +three\n";
     assert_eq!(text(5).await, changed);
+}
+
+/// The past is longer than a pipe holds, and is read when the token of the command has expired.
+async fn watch_begins_with_a_new_token(backend: Backend) {
+    let flags = [&CHEAP[..], &["--auth-token-ttl", "3"]].concat();
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, "/a/1", &"a line of text\n".repeat(10_000)).await;
+    enable(&mut client).await;
+    let follow = ["history", "/a/", "--follow", "--user", "root", "--password", &password("root")];
+    let mut process = command(&[&follow[..], &["--endpoints", server.endpoint()]].concat());
+    let mut process = process.stdout(Stdio::piped()).spawn().expect("orlop starts");
+    let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+    let mut heading = async || {
+        while let Some(line) = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line") {
+            if line.starts_with("revision ") {
+                return without_times(&format!("{line}\n"));
+            }
+        }
+        String::new()
+    };
+    assert!(heading().await.starts_with("revision 2  created"));
+    sleep(Duration::from_secs(5)).await;
+    act_as(&mut client, "root").await;
+    put(&mut client, "/a/2", "two").await;
+    assert_eq!(heading().await, "revision 3  created  3 bytes  /a/2\n");
+}
+
+/// Starts a command that prints new versions.
+fn follower(server: &Server, flags: &[&str]) -> Child {
+    let follow = ["history", "/a/", "--follow", "--brief", "--endpoints", server.endpoint()];
+    let mut process = command(&[&follow[..], flags].concat());
+    process.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("orlop starts")
+}
+
+/// The revision in the error is the next one, which may not exist yet.
+async fn error_of_a_follower_tells_how_to_go_on(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &[]).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    put(&mut client, "/a/1", "one").await;
+    let mut process = follower(&server, &[]);
+    let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+    let mut line = async || {
+        let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line");
+        without_times(&format!("{}\n", line.expect("a line")))
+    };
+    assert_eq!(line().await, "revision 2  created  3 bytes  /a/1\n");
+    put(&mut client, "/a/1", "two").await;
+    assert_eq!(line().await, "revision 3  version 2  3 bytes  /a/1\n");
+    server.terminate().await;
+    let ended = timeout(DEADLINE, process.wait_with_output()).await.expect("in time").expect("an exit status");
+    let error = String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.code() == Some(2) && error.ends_with("; go on with --since 4\n"), "{error}");
+
+    server.restart().await;
+    let mut process = follower(&server, &["--since", "4"]);
+    eventually("the watch of the command", async || {
+        let streams = server.metric("etcd_debugging_mvcc_watch_stream_total").await;
+        if streams == 1.0 { Ok(()) } else { Err(streams) }
+    })
+    .await;
+    put(&mut Client::connect(server.endpoint()).await, "/a/1", "three").await;
+    let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
+    let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line").expect("a line");
+    assert_eq!(without_times(&format!("{line}\n")), "revision 4  version 3  5 bytes  /a/1\n");
 }
 
 async fn interrupted_command_leaves_no_folder(backend: Backend) {
@@ -164,5 +233,7 @@ on_both_backends!(
     oldest_readable_version_is_printed,
     time_before_the_recorded_ones_is_a_warning,
     expired_token_is_renewed,
+    watch_begins_with_a_new_token,
+    error_of_a_follower_tells_how_to_go_on,
     interrupted_command_leaves_no_folder,
 );

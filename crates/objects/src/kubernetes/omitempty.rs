@@ -44,13 +44,13 @@ const SHOWN_IN: &str = "\
      AzureDiskVolumeSource.fsType AzureDiskVolumeSource.readOnly AzureFilePersistentVolumeSource.secretName \
      AzureFileVolumeSource.secretName CSIVolumeSource.fsType CSIVolumeSource.readOnly Condition.message \
      Condition.reason ConfigMapNodeConfigSource.namespace ControllerRevision.revision \
-     CustomResourceDefinitionSpec.group Endpoint.hostname EndpointAddress.ip Event.verb \
+     CustomResourceDefinitionSpec.group Endpoint.hostname EndpointAddress.ip Event.reportingInstance Event.verb \
      GroupVersionForDiscovery.version HPAScalingPolicy.periodSeconds \
      HorizontalPodAutoscalerStatus.currentReplicas HorizontalPodAutoscalerStatus.observedGeneration \
-     IngressClassParametersReference.apiGroup \
-     LimitedResource.resource LocalVolumeSource.fsType NetworkPolicyPort.protocol ObjectFieldSelector.fieldPath \
-     OwnerReference.apiVersion OwnerReference.controller PortStatus.error PortStatus.protocol \
-     Preconditions.resourceVersion ResourceFieldSelector.resource RoleRef.apiGroup \
+     IngressClassParametersReference.apiGroup LimitedResource.resource LinuxContainerUser.uid \
+     LocalVolumeSource.fsType NetworkPolicyPort.protocol ObjectFieldSelector.fieldPath OwnerReference.apiVersion \
+     OwnerReference.controller PortStatus.error PortStatus.protocol Preconditions.resourceVersion \
+     ResourceFieldSelector.resource ResourcePool.generation RoleRef.apiGroup \
      RollingUpdateStatefulSetStrategy.partition SecurityContext.privileged SecurityContext.readOnlyRootFilesystem \
      ServiceAccountSubject.namespace StatefulSetSpec.serviceName StorageVersionCondition.reason \
      TableColumnDefinition.description TableColumnDefinition.format Taint.effect TokenRequest.audience \
@@ -73,6 +73,9 @@ const OMITTED_IN: &str = "\
 /// The same for fields that were added later than the rest of the list.
 const OMITTED_IN_NEWER: &str = "\
      ClusterTrustBundleSpec.signerName ExactDeviceRequest.allocationMode \
-     DeviceSubRequest.allocationMode JobStatus.completedIndexes LeaseCandidateSpec.emulationVersion \
-     NodeRuntimeHandler.name ParamKind.kind ParamRef.name PodStatus.resize ResourceClaim.request \
+     DeviceSubRequest.allocationMode DeviceTaint.value DeviceToleration.key DeviceToleration.operator \
+     DeviceToleration.value JobStatus.completedIndexes LeaseCandidateSpec.emulationVersion \
+     NetworkDeviceData.hardwareAddress NetworkDeviceData.interfaceName NodeRuntimeHandler.name ParamKind.kind \
+     ParamRef.name PodCertificateProjection.certificateChainPath PodCertificateProjection.credentialBundlePath \
+     PodCertificateProjection.keyPath PodStatus.resize ResourceClaim.request \
      ResourceHealth.health Validation.messageExpression ValidationRule.messageExpression";

@@ -15,6 +15,24 @@ fn secret(password: &str) -> Vec<u8> {
 
 const HIDDEN: &str = "hunter2-and-more";
 
+/// Secrets without data, but with copies of Secrets in annotations.
+fn copies(secret: &Value) -> [Value; 4] {
+    let base64 = BASE64_STANDARD.encode(HIDDEN);
+    let copy = "kubectl.kubernetes.io/last-applied-configuration";
+    let other_copy = json!({"kind": "Secret", "metadata": {"annotations": {
+        "kapp.k14s.io/original": secret.to_string(),
+        "kapp.k14s.io/original-diff": format!("- type: test\n  path: /data\n  value:\n    password: {base64}\n"),
+    }}});
+    // The API server ignores the fields, and kubectl keeps them in the copy.
+    let misspelled = json!({"kind": "Secret", "stringdata": {"a": HIDDEN}, "Data": [base64], "StringData": HIDDEN});
+    let misspelled = json!({"kind": "Secret", "metadata": {"annotations": {copy: misspelled.to_string()}}});
+    let too_deep = json!({"kind": "Secret", "metadata": {"name": "a", "data": {"a": base64}, "stringData": HIDDEN}});
+    let too_deep = json!({"kind": "Secret", "metadata": {"annotations": {copy: too_deep.to_string()}}});
+    let no_metadata = json!({"kind": "Secret", "metadata": [{"stringData": {"a": HIDDEN}}]});
+    let no_metadata = json!({"kind": "Secret", "metadata": {"annotations": {copy: no_metadata.to_string()}}});
+    [other_copy, misspelled, too_deep, no_metadata]
+}
+
 /// Secrets in all the forms in which they are stored, whole and damaged.
 fn secrets() -> Vec<Vec<u8>> {
     let base64 = BASE64_STANDARD.encode(HIDDEN);
@@ -25,13 +43,6 @@ fn secrets() -> Vec<Vec<u8>> {
     let odd = json!({"apiVersion": "v1", "kind": "Secret", "data": [base64], "stringData": HIDDEN});
     let copy = "kubectl.kubernetes.io/last-applied-configuration";
     let odd_copy = json!({"kind": "Secret", "metadata": {"annotations": {copy: format!("data: {HIDDEN}")}}});
-    let other_copy = json!({"kind": "Secret", "metadata": {"annotations": {
-        "kapp.k14s.io/original": json.to_string(),
-        "kapp.k14s.io/original-diff": format!("- type: test\n  path: /data\n  value:\n    password: {base64}\n"),
-    }}});
-    // The API server ignores the fields, and kubectl keeps them in the copy.
-    let misspelled = json!({"kind": "Secret", "stringdata": {"a": HIDDEN}, "Data": [base64], "StringData": HIDDEN});
-    let misspelled = json!({"kind": "Secret", "metadata": {"annotations": {copy: misspelled.to_string()}}});
     let raw = Envelope::of(&stored[4..]).raw.to_vec();
     let list_in_json = format!(r#"{{"items":[{json}],"n":1,"n":2}}"#);
     let types = encode(&[(1, b"v1"), (2, b"List")]);
@@ -52,8 +63,6 @@ fn secrets() -> Vec<Vec<u8>> {
         text(&secret_list),
         text(&odd),
         text(&odd_copy),
-        text(&other_copy),
-        text(&misspelled),
         text(&listed),
         format!("\u{feff}{json}").into_bytes(),
         [text(&json), vec![0xff]].concat(),
@@ -79,6 +88,7 @@ fn secrets() -> Vec<Vec<u8>> {
         "\"k\\x69nd\": Secret",
         "\"k\\x69nd\": \"\\x53ecret\"",
     ];
+    all.extend(copies(&json).iter().map(text));
     all.extend(kinds.map(|kind| format!("apiVersion: v1\n{kind}\nstringData:\n  a: {HIDDEN}\n").into_bytes()));
     all.extend((4..stored.len()).map(|end| stored[..end].to_vec()));
     let json = text(&json);

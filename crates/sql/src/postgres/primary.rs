@@ -429,9 +429,9 @@ mod tests {
     #[test]
     fn password_in_a_file_is_that_of_the_listed_host() {
         let file = tempfile::NamedTempFile::new().expect("a file");
-        let lines = "192.0.2.1:*:*:*:of-address\ndb.example:*:*:*:of-name\n";
+        let lines = "192.0.2.1:*:*:*:ofaddress\ndb.example:*:*:*:ofname\n";
         std::fs::write(&file, lines).expect("it can be written");
-        for (host, password) in [("db.example", "of-name"), ("", "of-address")] {
+        for (host, password) in [("db.example", "ofname"), ("", "ofaddress")] {
             let url = format!("postgres://{host}/db?user=u&hostaddr=192.0.2.1&passfile={}", file.path().display());
             let primary = Primary::new(&url).expect("it is valid");
             let options = primary.parse(0).and_then(|options| primary.with_password(0, options));
