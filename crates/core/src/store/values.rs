@@ -16,6 +16,10 @@ use crate::{
 const ENTRY_BYTES: u64 = 96;
 /// Assumed size of a pair in bytes when the cache is created. A wrong assumption costs speed, not memory.
 const PAIR_BYTES_GUESS: u64 = 1024;
+/// Maximum number of overwritten pairs that leave the cache at a commit, in addition to [`LEAVING_PER_CHANGE`].
+const LEAVING: usize = 64;
+/// The same for each change: more than it adds, so that an excess becomes smaller.
+const LEAVING_PER_CHANGE: usize = 4;
 
 /// A concurrent cache from rows to pairs.
 pub struct ValueCache {
@@ -74,8 +78,7 @@ impl ValueCache {
         self.pairs.insert(row, kv);
     }
 
-    /// Adds the pairs that changes wrote. If the cache is nearly full then, those that were overwritten leave it, the
-    /// oldest first.
+    /// Adds the pairs that changes wrote. If the cache is nearly full then, some of those that were overwritten leave it.
     pub fn apply(&self, changes: &[Change]) {
         let mut overwritten = self.overwritten.lock();
         for change in changes {
@@ -88,15 +91,30 @@ impl ValueCache {
                 self.pairs.insert(change.row, kv.clone());
             }
         }
+        self.shrink_to_fit(&mut overwritten, 0, LEAVING + LEAVING_PER_CHANGE * changes.len());
+    }
+
+    /// Makes room for live pairs of this many bytes: at most `max` overwritten ones leave the cache. Returns whether more of
+    /// them have to leave. A pair that is added to a full cache would only replace the one that was added before it.
+    pub fn make_room(&self, bytes: usize, max: usize) -> bool {
+        self.shrink_to_fit(&mut self.overwritten.lock(), bytes as u64, max)
+    }
+
+    /// Removes overwritten pairs, the oldest first, until the cache and `bytes` more take at most seven eighths of its
+    /// capacity.
+    fn shrink_to_fit(&self, overwritten: &mut VecDeque<(Revision, RowId)>, bytes: u64, max: usize) -> bool {
         let capacity = self.pairs.capacity();
-        let mut excess = self.pairs.weight().saturating_sub(capacity - capacity / 8);
-        while excess > 0
-            && let Some((_, row)) = overwritten.pop_front()
-        {
+        let mut excess = (self.pairs.weight() + bytes).saturating_sub(capacity - capacity / 8);
+        for _ in 0..max {
+            if excess == 0 {
+                return false;
+            }
+            let Some((_, row)) = overwritten.pop_front() else { return false };
             if let Some((row, kv)) = self.pairs.remove(&row) {
                 excess = excess.saturating_sub(ByBytes.weight(&row, &kv));
             }
         }
+        excess > 0
     }
 
     /// Removes at most `max` pairs that were overwritten at or below `compacted`, so that nobody can read them. Returns
@@ -106,7 +124,11 @@ impl ValueCache {
         for _ in 0..max {
             match overwritten.pop_front_if(|(at, _)| *at <= compacted) {
                 Some((_, row)) => _ = self.pairs.remove(&row),
-                None => return false,
+                None => {
+                    let len = overwritten.len();
+                    overwritten.shrink_to(2 * len);
+                    return false;
+                }
             }
         }
         true
@@ -169,5 +191,31 @@ mod tests {
             let newest = values.get(row(4_999)).is_some();
             assert_eq!(newest, capacity > 0, "the newest is cached of {capacity} bytes");
         }
+    }
+
+    #[test]
+    fn live_pairs_get_the_room_of_overwritten_ones() {
+        const CAPACITY: u64 = 1 << 20;
+        let values = ValueCache::new(CAPACITY);
+        values.apply(&(2..5_000).map(|revision| change(revision, true)).collect::<Vec<_>>());
+        let listed = || values.overwritten.lock().len();
+        while listed() > 0 && values.bytes() > CAPACITY / 8 * 7 {
+            values.apply(&[]);
+        }
+        let before = listed();
+        assert!(before > 500, "{before} overwritten pairs are cached");
+        let live: Vec<i64> = (10_000..10_600).collect();
+        while values.make_room(live.len() * 1_100, 10) {}
+        let pair = |revision: i64| change(revision, true).kv().expect("a put").clone();
+        live.iter().for_each(|revision| values.insert(row(*revision), pair(*revision)));
+        // The shards are not filled evenly.
+        let found = cached(&values, live.iter().copied()).len();
+        assert!(found > live.len() * 9 / 10, "{found} live pairs are cached");
+        // A commit is not delayed by what other pairs leave to remove.
+        let full: Vec<i64> = (20_000..20_900).collect();
+        full.iter().for_each(|revision| values.insert(row(*revision), pair(*revision)));
+        let before = listed();
+        values.apply(&[change(5_000, true)]);
+        assert!(before - listed() <= LEAVING + LEAVING_PER_CHANGE, "of {before} {} are left", listed());
     }
 }

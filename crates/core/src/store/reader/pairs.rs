@@ -198,7 +198,13 @@ impl Shared {
         if read.len() < pairs.missing.len() {
             return Err(self.missing_rows_error(at, pairs.missing.len() - read.len()).await);
         }
-        let may_cache = self.values.fits(read.iter().map(|(_, kv)| kv.len()).sum());
+        let absent = selected.iter().zip(&pairs.in_order).filter(|(_, pair)| pair.is_none());
+        let live = absent.zip(&read).filter(|((selected, _), _)| matches!(selected.entry.lease, Lease::Known(_)));
+        let live_bytes = live.map(|(_, (_, kv))| kv.len()).sum();
+        let may_cache = self.values.fits(live_bytes);
+        while may_cache && self.values.make_room(live_bytes, STEP_VALUES) {
+            step.next(&self.steps).await;
+        }
         let absent = selected.iter().zip(&mut pairs.in_order).filter(|(_, pair)| pair.is_none());
         for (number, ((selected, pair), (row, kv))) in absent.zip(read).enumerate() {
             if number % STEP_VALUES == STEP_VALUES - 1 {
