@@ -286,8 +286,8 @@ impl<'a> Rewind<'a> {
     }
 
     /// Returns the transaction that writes some keys. If a compare fails, it reads all of them, to find the changed ones.
-    /// A single key is read by another request then, because its value may be so long that only the compare fits
-    /// beside it.
+    /// That of a single key does not: beside the longest values there is no room for a read. See
+    /// [`Self::found_revisions`].
     fn transaction(&self, batch: &[Difference]) -> TxnRequest {
         let compare = batch.iter().map(|difference| Compare {
             result: CompareResult::Equal.into(),
