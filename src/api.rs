@@ -72,6 +72,8 @@ const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
 /// Maximum size of requests without keys and values. A limit of 2 MiB would allow a million fields, whose decoding
 /// takes tens of milliseconds.
 const SMALL_MESSAGE_BYTES: usize = 256 << 10;
+/// tonic's limit for messages whose size [`grpc::metering`] limits. tonic's default is 4 MiB.
+const MESSAGE_BYTES_ANY: usize = usize::MAX;
 
 /// The responses of a call that streams them.
 type Responses<T> = BoxStream<'static, Result<T, Status>>;
@@ -97,9 +99,13 @@ impl Settings {
         self.max_request_bytes.saturating_add(TRANSPORT_SLACK_BYTES)
     }
 
-    /// Maximum size of any other message in bytes.
-    fn small_message_bytes(&self) -> usize {
-        self.max_message_bytes().min(SMALL_MESSAGE_BYTES)
+    /// Maximum size of a request message of a service in bytes.
+    fn max_request_message_bytes(&self, service: &str) -> usize {
+        let max = self.max_message_bytes();
+        match service {
+            "etcdserverpb.KV" | "etcdserverpb.Watch" | "v3lockpb.Lock" | "v3electionpb.Election" => max,
+            _ => max.min(SMALL_MESSAGE_BYTES),
+        }
     }
 }
 
@@ -165,10 +171,8 @@ pub fn services(
     partial_requests: Arc<PartialRequests>,
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Router, tonic_reflection::server::Error> {
-    let (small, long) = (settings.small_message_bytes(), settings.max_message_bytes());
-    let (metrics, exporter) = (Arc::clone(store.metrics()), settings.exporter.clone());
     let slow_requests = Arc::<SlowRequests>::default();
-    let meter = Meter::new(metrics, partial_requests, settings.slow_threshold, &slow_requests, exporter)?;
+    let meter = Meter::new(Arc::clone(store.metrics()), partial_requests, &slow_requests, &settings)?;
     let exports = Arc::new(Semaphore::new(snapshot::EXPORTS_MAX));
     let snapshots = Snapshots::new(&store, Content::Log, Arc::clone(&exports), stopping.clone());
     let snapshots_with_archive = Snapshots::new(&store, Content::LogAndArchive, exports, stopping.clone());
@@ -193,16 +197,17 @@ pub fn services(
     let routes = Routes::new(kv.clone())
         .add_service(watch::WatchService::new(Arc::clone(&context)))
         .add_service(lease::LeaseService::new(Arc::clone(&context)))
-        .add_service(ClusterServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
-        .add_service(AuthServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
-        .add_service(MaintenanceServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
-        .add_service(InsightServer::from_arc(Arc::clone(&context)).max_decoding_message_size(small))
-        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(long))
-        .add_service(HistoryServer::new(HistoryService(Arc::clone(&context))).max_decoding_message_size(small))
-        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(long))
-        .add_service(health.max_decoding_message_size(small))
-        .add_service(reflection().build_v1()?.max_decoding_message_size(small))
-        .add_service(reflection().build_v1alpha()?.max_decoding_message_size(small));
+        .add_service(ClusterServer::from_arc(Arc::clone(&context)))
+        .add_service(AuthServer::from_arc(Arc::clone(&context)))
+        .add_service(MaintenanceServer::from_arc(Arc::clone(&context)))
+        .add_service(InsightServer::from_arc(Arc::clone(&context)))
+        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(MESSAGE_BYTES_ANY))
+        .add_service(HistoryServer::new(HistoryService(Arc::clone(&context))))
+        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(MESSAGE_BYTES_ANY))
+        // The meter knows no methods of these.
+        .add_service(health.max_decoding_message_size(SMALL_MESSAGE_BYTES))
+        .add_service(reflection().build_v1()?.max_decoding_message_size(SMALL_MESSAGE_BYTES))
+        .add_service(reflection().build_v1alpha()?.max_decoding_message_size(SMALL_MESSAGE_BYTES));
     Ok(Router::new(meter.wrap(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 

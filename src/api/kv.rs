@@ -18,7 +18,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use super::{
-    Context, Responses, convert,
+    Context, MESSAGE_BYTES_ANY, Responses, convert,
     grpc::{
         field_limits::LimitedFields,
         response_body::{IntoSegments, ResponseBody},
@@ -67,7 +67,7 @@ impl KvService {
             let outcome = async {
                 let (head, body) = request.into_parts();
                 let caller = context.authenticator.caller(&context.store, &head.headers, &head.extensions).await;
-                let message = unary::request(body, &context.settings, context.settings.max_message_bytes()).await?;
+                let message = unary::request(body, &context.settings).await?;
                 respond(context, caller, message).await
             };
             unary::respond(outcome.await.and_then(ResponseBody::new))
@@ -97,10 +97,9 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
             "/etcdserverpb.KV/Compact" => self.unary(request, compact),
             RANGE_STREAM => {
                 let method = RangeStream(Arc::clone(&self.0));
-                let message_bytes = self.0.settings.max_message_bytes();
                 Box::pin(async move {
                     let mut grpc = tonic::server::Grpc::new(ProstCodec::default())
-                        .apply_max_message_size_config(Some(message_bytes), None);
+                        .apply_max_message_size_config(Some(MESSAGE_BYTES_ANY), None);
                     Ok(grpc.server_streaming(method, request).await)
                 })
             }

@@ -51,8 +51,7 @@ pub(super) struct LeaseService {
 
 impl LeaseService {
     pub(super) fn new(context: Arc<Context>) -> Self {
-        let message_bytes_max = context.settings.small_message_bytes();
-        let others = LeaseServer::from_arc(Arc::clone(&context)).max_decoding_message_size(message_bytes_max);
+        let others = LeaseServer::from_arc(Arc::clone(&context));
         Self { context, others }
     }
 }
@@ -91,7 +90,7 @@ impl Context {
     /// Reads the request of a unary call whose message has no keys and values.
     async fn short_request<M: LimitedFields>(&self, request: http::Request<Body>) -> Result<Request<M>, Status> {
         let (head, body) = request.into_parts();
-        let message = unary::request(body, &self.settings, self.settings.small_message_bytes()).await?;
+        let message = unary::request(body, &self.settings).await?;
         Ok(Request::from_parts(MetadataMap::from_headers(head.headers), head.extensions, message))
     }
 

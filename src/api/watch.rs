@@ -24,8 +24,8 @@ use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
 use super::{
-    Context, Responses,
-    status::{COMPACTED, from_store, panicked, unknown_method},
+    Context, MESSAGE_BYTES_ANY, Responses,
+    status::{COMPACTED, from_store, panicked},
 };
 use crate::auth::Credentials;
 use orlop_core::{
@@ -71,13 +71,9 @@ impl Service<Request<Body>> for WatchService {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let method = WatchMethod(Arc::clone(&self.0));
-        let message_bytes = self.0.settings.max_message_bytes();
         Box::pin(async move {
-            if request.uri().path() != "/etcdserverpb.Watch/Watch" {
-                return Ok(unknown_method(request.uri().path()).into_http());
-            }
             let mut grpc =
-                tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(message_bytes), None);
+                tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(MESSAGE_BYTES_ANY), None);
             Ok(grpc.streaming(method, request).await)
         })
     }

@@ -24,7 +24,7 @@ use orlop_core::{
 };
 use orlop_sql::Durability;
 
-/// Time for which reads of the log are repeated at a start on Postgres, which answered a moment ago.
+/// Time for which reads of the log are repeated at a start on Postgres, after the first that failed.
 const READ_WAIT_MAX: Duration = Duration::from_secs(60);
 const READ_PAUSE: Duration = Duration::from_secs(1);
 
@@ -91,10 +91,13 @@ pub(super) async fn open_store(
 
 /// Reads the log. Begins again if the database does not respond for a while.
 async fn read_patiently(log: Arc<dyn Log>, settings: store::Settings) -> log::Result<Store> {
-    let began = Instant::now();
+    // Not since the start: the first read may have waited minutes for a standby.
+    let mut failing_since = None;
     loop {
         match Store::open(Arc::clone(&log), settings.clone()).await {
-            Err(log::Error::Unavailable(error)) if began.elapsed() < READ_WAIT_MAX => {
+            Err(log::Error::Unavailable(error))
+                if failing_since.get_or_insert_with(Instant::now).elapsed() < READ_WAIT_MAX =>
+            {
                 warn!(error, "cannot read the log yet; trying again");
                 sleep(READ_PAUSE).await;
             }

@@ -168,7 +168,7 @@ impl Facts {
             }
             Ok(AUTH_ROLES) => self.take_role(value).ok_or_else(|| wrong("role"))?,
             Ok(AUTH_USERS) => self.take_user(value).ok_or_else(|| wrong("user"))?,
-            Ok(LEASE) => self.leases.push(lease(value).ok_or_else(|| wrong("lease"))?),
+            Ok(LEASE) => self.leases.push(lease(key, value).ok_or_else(|| wrong("lease"))?),
             Ok(META) if key == COMPACTED || key == COMPACTING => {
                 let (row, _) = parse_row_key(value).ok_or_else(|| wrong("fact"))?;
                 self.compacted = self.compacted.max(Some(row.revision));
@@ -215,9 +215,10 @@ fn text(bytes: &[u8]) -> Option<String> {
     String::from_utf8(bytes.to_vec()).ok()
 }
 
-fn lease(value: &Bytes) -> Option<LoggedLease> {
+/// Returns the lease of an entry, whose key is its ID. Keys are unique, so no ID occurs twice.
+fn lease(key: &[u8], value: &Bytes) -> Option<LoggedLease> {
     let lease = leasepb::Lease::decode(value.clone()).ok()?;
-    let id = LeaseId::from_wire(lease.id)?;
+    let id = LeaseId::from_wire(lease.id).filter(|id| key == id.0.to_be_bytes())?;
     let left_secs = (lease.remaining_ttl > 0).then_some(lease.remaining_ttl.min(TTL_SECS_MAX) as f64);
     Some(LoggedLease { id, ttl_secs: lease.ttl.clamp(1, TTL_SECS_MAX), left_secs })
 }
@@ -347,8 +348,16 @@ mod tests {
             (i64::MAX, i64::MAX, (TTL_SECS_MAX, Some(9e9))),
         ] {
             let stored = leasepb::Lease { id: 5, ttl, remaining_ttl };
-            let lease = lease(&stored.encode_to_vec().into()).expect("a lease");
+            let lease = lease(&5_i64.to_be_bytes(), &stored.encode_to_vec().into()).expect("a lease");
             assert_eq!((lease.ttl_secs, lease.left_secs), expected, "{ttl} {remaining_ttl}");
+        }
+    }
+
+    #[test]
+    fn key_of_a_lease_is_its_id() {
+        let stored: Bytes = leasepb::Lease { id: -5, ttl: 60, remaining_ttl: 0 }.encode_to_vec().into();
+        for (key, is_sound) in [(&(-5_i64).to_be_bytes()[..], true), (&6_i64.to_be_bytes(), false), (&[], false)] {
+            assert_eq!(lease(key, &stored).is_some(), is_sound, "{key:?}");
         }
     }
 }

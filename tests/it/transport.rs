@@ -1,14 +1,23 @@
 //! HTTP/2 and HTTP/1 below the calls: which requests reach a method, and what ends a connection.
 
+use std::time::Duration;
+
 use bytes::Bytes;
-use futures_util::future::join_all;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, WatchCreateRequest};
+use futures_util::{future::join_all, stream};
+use http::uri::PathAndQuery;
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, PutResponse, RangeRequest, WatchCreateRequest};
 use prost::Message as _;
-use tonic::Code;
+use tokio::time::sleep;
+use tonic::{
+    Code, Request, Status,
+    client::Grpc,
+    transport::{Channel, Endpoint},
+};
+use tonic_prost::ProstCodec;
 
 use crate::{
     hostile::wire::{END_STREAM, RST_STREAM, Wire, frame, message},
-    support::{Backend, Client, Server, Stream, http, on_both_backends},
+    support::{Backend, Client, Server, Stream, eventually, http, on_both_backends},
 };
 
 const PUT: &str = "/etcdserverpb.KV/Put";
@@ -65,8 +74,90 @@ async fn methods_answer_only_grpc(backend: Backend) {
     assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 0, "nothing is written");
 }
 
+async fn grpc(endpoint: &str) -> Grpc<Channel> {
+    let channel = Endpoint::from_shared(endpoint.to_owned()).expect("a URL").connect().await;
+    Grpc::new(channel.expect("a connection"))
+}
+
+/// Sends a put to a method, whose message is of the same form on the wire but for its fields. Returns the error.
+async fn put_to(client: &mut Grpc<Channel>, path: &'static str, put: PutRequest) -> Option<Status> {
+    client.ready().await.expect("a connection");
+    let codec = ProstCodec::<PutRequest, PutResponse>::default();
+    client.unary(Request::new(put), PathAndQuery::from_static(path), codec).await.err()
+}
+
+async fn too_long_messages_have_etcds_error(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = grpc(server.endpoint()).await;
+    let (small, long) = (256 << 10, 2 << 20);
+    for (path, max) in [
+        (PUT, long),
+        ("/etcdserverpb.Watch/Watch", long),
+        ("/v3lockpb.Lock/Lock", long),
+        ("/v3electionpb.Election/Campaign", long),
+        ("/etcdserverpb.Lease/LeaseGrant", small),
+        ("/etcdserverpb.Lease/LeaseKeepAlive", small),
+        ("/etcdserverpb.Lease/LeaseTimeToLive", small),
+        ("/etcdserverpb.Auth/UserAdd", small),
+        ("/etcdserverpb.Cluster/MemberList", small),
+        ("/etcdserverpb.Maintenance/Snapshot", small),
+        ("/orlopb.Insight/Sizes", small),
+    ] {
+        let of = |bytes: usize| PutRequest { value: vec![0; bytes].into(), ..put() };
+        let (long, text) = (of(max), "grpc: received message larger than max");
+        let text = format!("{text} ({} vs. {max})", long.encoded_len());
+        let refused = put_to(&mut client, path, long).await.unwrap_or_else(|| panic!("{path}: it is too long"));
+        assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, text.as_str()), "{path}");
+        let other = put_to(&mut client, path, of(max - 8)).await;
+        assert!(other.is_none_or(|other| other.code() != Code::ResourceExhausted), "{path}");
+    }
+}
+
+async fn unknown_methods_are_named(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = grpc(server.endpoint()).await;
+    for (path, text) in [
+        ("/etcdserverpb.KV/Nothing", "unknown method Nothing for service etcdserverpb.KV"),
+        ("/etcdserverpb.Watch/Nothing", "unknown method Nothing for service etcdserverpb.Watch"),
+        ("/etcdserverpb.Lease/Nothing", "unknown method Nothing for service etcdserverpb.Lease"),
+        ("/etcdserverpb.Auth/Nothing", "unknown method Nothing for service etcdserverpb.Auth"),
+        ("/v3lockpb.Lock/Nothing", "unknown method Nothing for service v3lockpb.Lock"),
+        ("/etcdserverpb.Nothing/Put", "unknown service or method"),
+    ] {
+        let refused = put_to(&mut client, path, put()).await.expect("an error");
+        assert_eq!((refused.code(), refused.message()), (Code::Unimplemented, text), "{path}");
+    }
+}
+
+/// A client may send its request slowly.
+async fn time_of_a_call_begins_with_its_whole_request(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &["--metrics", "extensive"]).await else { return };
+    let mut client = grpc(server.endpoint()).await;
+    let pause = Duration::from_secs(3);
+    let late = stream::once(async move {
+        sleep(pause).await;
+        put()
+    });
+    client.ready().await.expect("a connection");
+    let codec = ProstCodec::<PutRequest, PutResponse>::default();
+    client.client_streaming(Request::new(late), PathAndQuery::from_static(PUT), codec).await.expect("a put");
+    let took = eventually("the call is counted", async || {
+        let metrics = http(server.endpoint(), "GET", "/metrics", "").await.body;
+        let sum = metrics.lines().find_map(|line| {
+            let (labels, sum) = line.strip_prefix("grpc_server_handling_seconds_sum")?.split_once(' ')?;
+            labels.contains("\"Put\"").then(|| sum.parse::<f64>().expect("a number"))
+        });
+        sum.filter(|sum| *sum > 0.0).ok_or(metrics)
+    });
+    let took = took.await;
+    assert!(took < pause.as_secs_f64(), "{took} s");
+}
+
 on_both_backends!(
     connection_survives_calls_that_are_cancelled_during_a_pause,
     watch_survives_refused_requests_on_its_connection,
     methods_answer_only_grpc,
+    too_long_messages_have_etcds_error,
+    unknown_methods_are_named,
+    time_of_a_call_begins_with_its_whole_request,
 );

@@ -14,6 +14,8 @@ use std::{
     time::Duration,
 };
 
+use tokio::time::Instant;
+
 /// Target of the log lines about requests, one for each.
 pub const REQUESTS: &str = "orlop::requests";
 
@@ -84,6 +86,8 @@ pub struct Trace {
     pub request: Option<String>,
     /// Bytes of the request, if requests are logged.
     pub request_bytes: usize,
+    /// When the last part of the request arrived, if the server had to wait for it.
+    pub received: Option<Instant>,
     /// Number of pairs in the response to a range.
     pub pairs: Option<usize>,
     parts: [Duration; Part::ALL.len()],
@@ -91,7 +95,8 @@ pub struct Trace {
 
 impl Trace {
     fn new() -> Self {
-        Self { id: RequestId::next(), request: None, request_bytes: 0, pairs: None, parts: Default::default() }
+        let (id, parts) = (RequestId::next(), Default::default());
+        Self { id, request: None, request_bytes: 0, received: None, pairs: None, parts }
     }
 
     pub fn add(&mut self, part: Part, took: Duration) {
@@ -138,6 +143,12 @@ pub fn are_requests_logged() -> bool {
 pub fn add_request_bytes(bytes: usize) {
     // Outside of a request there is no trace.
     let _ = CURRENT.try_with(|trace| trace.borrow_mut().request_bytes += bytes);
+}
+
+/// Records that a part of the current request has arrived for which the server had to wait.
+pub fn set_received() {
+    // Outside of a request there is no trace.
+    let _ = CURRENT.try_with(|trace| trace.borrow_mut().received = Some(Instant::now()));
 }
 
 /// Records the number of pairs in the response to the current request.

@@ -4,8 +4,6 @@ use bytes::Buf as _;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tonic::{Code, Status, metadata::MetadataMap};
 
-use crate::api::status::message_too_large;
-
 /// Bytes before each message.
 pub const FRAME_HEADER_BYTES: usize = 5;
 
@@ -13,13 +11,12 @@ pub const FRAME_HEADER_BYTES: usize = 5;
 ///
 /// # Errors
 ///
-/// If the message is compressed or longer than `message_bytes_max`.
-pub fn message_len(mut header: &[u8], message_bytes_max: usize) -> Result<usize, Status> {
+/// If the message is compressed.
+pub fn message_len(mut header: &[u8]) -> Result<usize, Status> {
     if header.get_u8() != 0 {
         return Err(compressed());
     }
-    let len = usize::try_from(header.get_u32()).unwrap_or(usize::MAX);
-    if len > message_bytes_max { Err(message_too_large(len, message_bytes_max)) } else { Ok(len) }
+    Ok(header.get_u32() as usize)
 }
 
 /// Returns the status of a compressed request. In gRPC, it names the encodings that the server accepts.
@@ -45,6 +42,8 @@ pub struct FrameCounter {
     message_bytes: usize,
     /// Bytes of the current message that have not arrived.
     missing_bytes: usize,
+    /// Bytes of the longest message.
+    longest_bytes: usize,
 }
 
 impl FrameCounter {
@@ -54,6 +53,11 @@ impl FrameCounter {
             0 => self.header_bytes,
             missing => FRAME_HEADER_BYTES + self.message_bytes - missing,
         }
+    }
+
+    /// Returns the size of the longest message whose header is complete, without its header.
+    pub fn longest_bytes(&self) -> usize {
+        self.longest_bytes
     }
 
     /// Adds received data. Returns the number of messages whose header is complete with it.
@@ -75,6 +79,7 @@ impl FrameCounter {
                 let [_, len @ ..] = self.header;
                 self.message_bytes = u32::from_be_bytes(len) as usize;
                 self.missing_bytes = self.message_bytes;
+                self.longest_bytes = self.longest_bytes.max(self.message_bytes);
                 messages += 1;
             }
         }
@@ -96,7 +101,7 @@ mod tests {
             let complete = ends.into_iter().rfind(|end| *end <= at).unwrap_or(0);
             assert_eq!(frames.partial_bytes(), at - complete, "cut at {at}");
             assert_eq!(first + frames.count(&data[at..]), 3, "cut at {at}");
-            assert_eq!(frames.partial_bytes(), 0);
+            assert_eq!((frames.partial_bytes(), frames.longest_bytes()), (0, 9));
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Counts gRPC calls, messages and bytes. Traces unary calls, so that a slow call is logged with the duration of each
-//! phase.
+//! Counts gRPC calls, messages and bytes. Limits the size of requests. Traces unary calls, so that a slow call is logged
+//! with the duration of each phase.
 //!
 //! It is one layer around all services. As in etcd, the time series of every method and code exist from the start with
 //! the value 0. The cost per call is one lookup by path, and reading the header of each frame.
@@ -31,7 +31,12 @@ use tower::{Layer, Service};
 pub use self::body::{ReceivedBody, SentBody};
 use self::call::{CallGuard, Method, add_request_id};
 use crate::{
-    api::{grpc::deadline::Deadline, slow_requests::SlowRequests, status::panicked},
+    api::{
+        Settings,
+        grpc::deadline::Deadline,
+        slow_requests::SlowRequests,
+        status::{panicked, unknown_method},
+    },
     net::Remote,
     telemetry::Exporter,
 };
@@ -58,7 +63,7 @@ struct Counters {
 }
 
 impl Meter {
-    /// Creates the counters. Calls that take longer than `slow_threshold` are logged and added to `slow_requests`.
+    /// Creates the counters. Slow calls are logged and added to `slow_requests`.
     ///
     /// # Errors
     ///
@@ -66,15 +71,15 @@ impl Meter {
     pub fn new(
         metrics: Arc<Metrics>,
         partial_requests: Arc<PartialRequests>,
-        slow_threshold: Duration,
         slow_requests: &Arc<SlowRequests>,
-        exporter: Option<Arc<Exporter>>,
+        settings: &Settings,
     ) -> Result<Self, prost::DecodeError> {
         let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
         let mut methods = HashMap::new();
         for file in &descriptors.file {
             for service in &file.service {
                 let service_name = format!("{}.{}", file.package(), service.name());
+                let request_bytes_max = settings.max_request_message_bytes(&service_name);
                 for method in &service.method {
                     let (grpc, kind) = match (method.client_streaming(), method.server_streaming()) {
                         (false, false) => ("unary", "unary"),
@@ -82,12 +87,14 @@ impl Meter {
                         (true, false) => ("client_stream", "stream"),
                         (true, true) => ("bidi_stream", "stream"),
                     };
-                    let counted = Method::new(&metrics, slow_requests, [grpc, &service_name, method.name()], kind);
+                    let labels = [grpc, &service_name, method.name()];
+                    let counted = Method::new(&metrics, slow_requests, labels, kind, request_bytes_max);
                     methods.insert(counted.path.clone(), Arc::new(counted));
                 }
             }
         }
         let clients = Mutex::default();
+        let (slow_threshold, exporter) = (settings.slow_threshold, settings.exporter.clone());
         Ok(Self(Arc::new(Counters { metrics, methods, clients, partial_requests, slow_threshold, exporter })))
     }
 
@@ -97,6 +104,14 @@ impl Meter {
 }
 
 impl Counters {
+    /// Returns whether a path without counters is that of a service whose methods have them.
+    fn is_unknown_method(&self, path: &str) -> bool {
+        fn service(path: &str) -> Option<&str> {
+            path.rsplit_once('/').map(|(service, _)| service)
+        }
+        self.methods.keys().any(|known| service(known) == service(path))
+    }
+
     fn count_client(&self, headers: &HeaderMap, kind: &str) {
         let named = headers.get("client-api-version").and_then(|version| version.to_str().ok()).unwrap_or("unknown");
         let is_version = named.len() <= 16 && named.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
@@ -147,6 +162,10 @@ where
         let counters = &*self.meter.0;
         let Some(method) = counters.methods.get(request.uri().path()).map(Arc::clone) else {
             let kind = CallKind::Other(request.uri().path().to_owned(), counters.metrics.rpc.panics.clone());
+            if counters.is_unknown_method(request.uri().path()) {
+                let refused = unknown_method(request.uri().path()).into_http().map(Either::Right);
+                return MeteredCall { work: Box::pin(async { Ok(refused) }), kind };
+            }
             let served = self.inner.call(request);
             return MeteredCall { work: Box::pin(async move { Ok(served.await?.map(Either::Right)) }), kind };
         };
@@ -226,6 +245,17 @@ mod tests {
     const RANGE: &str = "/etcdserverpb.KV/Range";
     const PUT: &str = "/etcdserverpb.KV/Put";
 
+    fn meter(metrics: &Arc<Metrics>, slow_requests: &Arc<SlowRequests>) -> Meter {
+        let settings = Settings {
+            max_request_bytes: 0,
+            max_txn_ops: 0,
+            watch_progress_notify_interval: Duration::from_secs(1),
+            slow_threshold: Duration::from_secs(1),
+            exporter: None,
+        };
+        Meter::new(Arc::clone(metrics), Arc::default(), slow_requests, &settings).unwrap()
+    }
+
     /// Returns the status in the headers, the status in the trailers, the count of calls with this code, and panics.
     async fn call(router: &Router, metrics: &Metrics, path: &str, code: &str) -> (Option<i32>, Option<i32>, u64, u64) {
         let status = |headers: &HeaderMap| headers.get("grpc-status")?.to_str().ok()?.parse().ok();
@@ -242,9 +272,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn slow_calls_that_their_client_gives_up_are_kept() {
         let (metrics, slow_requests) = (Arc::<Metrics>::default(), Arc::<SlowRequests>::default());
-        let meter = Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(1), &slow_requests, None);
+        let meter = meter(&metrics, &slow_requests);
         let waits = async || std::future::pending::<Body>().await;
-        let router = Router::new().route(RANGE, post(waits)).route(PUT, post(waits)).layer(meter.unwrap());
+        let router = Router::new().route(RANGE, post(waits)).route(PUT, post(waits)).layer(meter);
         let request = |path| Request::post(path).header("grpc-timeout", "3S").body(Body::empty()).unwrap();
         let late = router.clone().oneshot(request(RANGE)).await.unwrap();
         assert_eq!(late.headers()["grpc-status"], "4");
@@ -270,10 +300,7 @@ mod tests {
             .route(RANGE, post(async || -> Body { panic!("before the response") }))
             .route(PUT, post(panics_late))
             .route("/other", post(async || -> Body { panic!("not counted by method") }))
-            .layer(
-                Meter::new(Arc::clone(&metrics), Arc::default(), Duration::from_secs(9), &Arc::default(), None)
-                    .unwrap(),
-            );
+            .layer(meter(&metrics, &Arc::default()));
         for (path, want) in [
             (RANGE, (Some(13), None, 1, 1)),
             (RANGE, (Some(13), None, 2, 2)),

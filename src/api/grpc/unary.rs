@@ -36,21 +36,17 @@ impl<B> RequestBody for B where
 {
 }
 
-/// Reads the request message of a unary call, which has at most `message_bytes_max` bytes.
+/// Reads the request message of a unary call. Its size is limited by [`super::metering`].
 ///
 /// # Errors
 ///
-/// If the stream fails, or the message is too long, has too many fields or cannot be decoded.
-pub async fn request<M: LimitedFields>(
-    body: impl RequestBody,
-    settings: &Settings,
-    message_bytes_max: usize,
-) -> Result<M, Status> {
+/// If the stream fails, or the message is compressed, has too many fields or cannot be decoded.
+pub async fn request<M: LimitedFields>(body: impl RequestBody, settings: &Settings) -> Result<M, Status> {
     let mut body = pin!(body);
     let mut received = Received::default();
     let wanted = loop {
         if let Some(head) = received.head() {
-            let wanted = FRAME_HEADER_BYTES + message_len(head, message_bytes_max)?;
+            let wanted = FRAME_HEADER_BYTES + message_len(head)?;
             if received.len >= wanted {
                 break wanted;
             }

@@ -204,7 +204,8 @@ fn divide(query: &str) -> Result<(Own, String), String> {
                     _ => {}
                 }
                 own.tls_files.extend(TlsFile::of_parameter(name, value));
-                passed.push_str(parameter);
+                // As in libpq, a plus is a plus. sqlx would take it for a space.
+                passed.push_str(&parameter.replace('+', "%2B"));
                 passed.push('&');
             }
         }

@@ -442,6 +442,13 @@ mod tests {
     }
 
     #[test]
+    fn plus_in_a_parameter_is_a_plus() {
+        let primary = Primary::new("postgres://a/db?user=u&password=a+b").expect("it is valid");
+        let options = primary.parse(0).expect("it is valid");
+        assert_eq!(options.to_url_lossy().password(), Some("a%2Bb"));
+    }
+
+    #[test]
     fn former_primary_and_other_cluster_are_refused() {
         let older = |found, highest| Some(Refusal::Older(Timeline(found), Timeline(highest)));
         let other = |found: &str, expected: &str| Some(Refusal::OtherSystem(expected.to_owned(), found.to_owned()));

@@ -17,7 +17,7 @@ use crate::api::{
         deadline::{self, Deadline},
         frame::FrameCounter,
     },
-    status::{panicked, request_too_late, too_many_requests},
+    status::{message_too_large, panicked, request_too_late, too_many_requests},
 };
 use orlop_core::{
     overload::{PartialRequest, PartialRequests},
@@ -37,12 +37,15 @@ pub struct ReceivedBody<B> {
     partial: PartialRequest,
     /// The message is complete and exceeds the memory of partial requests. It is refused unless the stream ends at once.
     is_excess: bool,
+    /// The stream had to wait for the client.
+    is_awaited: bool,
 }
 
 impl<B> ReceivedBody<B> {
     pub fn new(inner: B, method: Arc<Method>, partial_requests: &Arc<PartialRequests>) -> Self {
         let partial = PartialRequest::new(partial_requests);
-        Self { inner, method, frames: FrameCounter::default(), messages: 0, bytes: 0, partial, is_excess: false }
+        let frames = FrameCounter::default();
+        Self { inner, method, frames, messages: 0, bytes: 0, partial, is_excess: false, is_awaited: false }
     }
 }
 
@@ -51,13 +54,18 @@ impl<B: Body> ReceivedBody<B> {
     ///
     /// # Errors
     ///
-    /// If partial requests have too many bytes, or a call with one request message has a second one.
+    /// If a message is too long, partial requests have too many bytes, or a call with one request message has a second
+    /// one.
     fn count(&mut self, data: &[u8]) -> Result<(), Status> {
         let messages = self.frames.count(data);
         self.method.received.inc_by(messages);
         self.method.received_bytes.inc_by(data.len() as u64);
         if trace::are_requests_logged() {
             trace::add_request_bytes(data.len());
+        }
+        let (longest, max) = (self.frames.longest_bytes(), self.method.request_bytes_max);
+        if longest > max {
+            return Err(message_too_large(longest, max));
         }
         if !self.method.has_one_request {
             // The service has taken each message that is complete.
@@ -100,10 +108,13 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for ReceivedBody
         {
             return failed(status);
         }
-        if frame.is_pending()
-            && let Poll::Ready(status) = self.poll_late(context)
-        {
-            return failed(status);
+        if frame.is_pending() {
+            self.is_awaited = true;
+            if let Poll::Ready(status) = self.poll_late(context) {
+                return failed(status);
+            }
+        } else if self.is_awaited {
+            trace::set_received();
         }
         frame.map_err(Into::into)
     }
@@ -201,7 +212,8 @@ mod tests {
     const MESSAGE: &[u8] = &[0, 0, 0, 0, 3, 7, 7, 7];
 
     fn received<B>(inner: B, kind: &str, all: &Arc<PartialRequests>) -> ReceivedBody<B> {
-        let method = Method::new(&Metrics::default(), &Arc::default(), [kind, "etcdserverpb.KV", "Put"], "unary");
+        let labels = [kind, "etcdserverpb.KV", "Put"];
+        let method = Method::new(&Metrics::default(), &Arc::default(), labels, "unary", MESSAGE.len());
         ReceivedBody::new(inner, Arc::new(method), all)
     }
 

@@ -59,12 +59,20 @@ pub struct Method {
     pub has_one_request: bool,
     /// Whether calls are traced: only if their duration does not depend on other clients.
     pub is_traced: bool,
+    /// Maximum size of a request message in bytes.
+    pub request_bytes_max: usize,
     slow_requests: Arc<SlowRequests>,
 }
 
 impl Method {
     /// Creates the counters. `labels` are the kind of the method, the service and the method.
-    pub fn new(metrics: &Metrics, slow_requests: &Arc<SlowRequests>, labels: [&str; 3], kind: &'static str) -> Self {
+    pub fn new(
+        metrics: &Metrics,
+        slow_requests: &Arc<SlowRequests>,
+        labels: [&str; 3],
+        kind: &'static str,
+        request_bytes_max: usize,
+    ) -> Self {
         let rpc = &metrics.rpc;
         let [grpc, service, method] = labels;
         Self {
@@ -81,6 +89,7 @@ impl Method {
             has_one_request: matches!(grpc, "unary" | "server_stream"),
             // A call that waits for a lock or an election waits for another client.
             is_traced: grpc == "unary" && service.starts_with("etcdserverpb."),
+            request_bytes_max,
             slow_requests: Arc::clone(slow_requests),
         }
     }
@@ -149,12 +158,15 @@ impl CallGuard {
         }
         self.method.handled[code as usize].inc();
         let now = Instant::now();
+        // As in etcd, the time in which the client sends the request is not part of a call's.
+        let received = self.traced.as_ref().and_then(|traced| traced.trace.received);
+        let took = now - received.unwrap_or(self.began);
         if let Some(handling) = &self.method.handling {
-            handling.observe((now - self.began).as_secs_f64());
+            handling.observe(took.as_secs_f64());
         }
         if let Some(Traced { mut trace, responded }) = self.traced.take() {
             trace.add(Part::Send, now - responded);
-            self.report(&trace, now - self.began, code);
+            self.report(&trace, took, code);
         }
     }
 
