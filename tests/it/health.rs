@@ -6,7 +6,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, StatusRequest};
 
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection,
@@ -169,18 +169,30 @@ async fn write_forever(mut client: Client) {
     }
 }
 
-/// Without writes of clients, the heartbeat shows it.
+/// Without writes of clients, the heartbeat shows it. That the deadline of a lease cannot be read is logged once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn read_only_postgres_is_an_outage() {
     let Some(postgres) = Postgres::start().await else { return };
-    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let server = Server::orlop_on(&postgres.create_database(), &["--log-level", "info"]).await;
     no_outage_is_shown(&server).await;
+    let lease = LeaseGrantRequest { ttl: 2, ..Default::default() };
+    Client::connect(server.endpoint()).await.lease.lease_grant(lease).await.expect("a lease");
     postgres.psql("postgres", "ALTER SYSTEM SET default_transaction_read_only = on");
     postgres.psql("postgres", "SELECT pg_reload_conf()");
     outage_of_writes_is_shown(&server).await;
+    let logged = async |text: &str| {
+        eventually(text, async || match server.log().matches(text).count() {
+            0 => Err("nothing"),
+            times => Ok(times),
+        })
+        .await
+    };
+    logged("cannot read lease deadlines; trying again").await;
     postgres.psql("postgres", "ALTER SYSTEM RESET default_transaction_read_only");
     postgres.psql("postgres", "SELECT pg_reload_conf()");
     no_outage_is_shown(&server).await;
+    logged("lease deadlines can be read again").await;
+    assert_eq!(logged("cannot read lease deadlines; trying again").await, 1, "{}", server.log());
 }
 
 /// The heartbeat succeeds, because it uses another table.

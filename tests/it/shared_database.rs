@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, LeaseGrantRequest, PutRequest};
+use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, LeaseGrantRequest, PutRequest, RangeRequest};
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
 use tokio::time::{Instant, sleep};
 
@@ -76,6 +76,66 @@ async fn start_waits_for_free_connections() {
     Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
 }
 
+/// A managed service makes a database read-only while its disk is nearly full.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_waits_until_the_database_accepts_writes() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let role = database_name(server.datastore().expect("Postgres")).to_owned();
+    postgres.psql("postgres", &format!("ALTER ROLE {role} SET default_transaction_read_only = on"));
+    let log = server.data_dir().with_file_name("log");
+    let server = restarted(server, async {
+        eventually("a start that waits", async || {
+            let log = std::fs::read_to_string(&log).expect("there is a log");
+            let waits = |line: &str| {
+                line.contains("cannot connect yet") && line.contains("default_transaction_read_only is on")
+            };
+            if log.lines().any(waits) { Ok(()) } else { Err(log) }
+        })
+        .await;
+        postgres.psql("postgres", &format!("ALTER ROLE {role} RESET default_transaction_read_only"));
+    })
+    .await;
+    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+}
+
+/// The pool would keep the connections that it has, because each heartbeat uses one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_connection_is_replaced_by_an_unused_one_of_the_pool_at_the_limit() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let role = database_name(server.datastore().expect("Postgres")).to_owned();
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(put("key")).await.expect("a put");
+    let range = || RangeRequest { key: "key".into(), ..Default::default() };
+    client.kv.range(range()).await.expect("a range");
+    let of_role = |what: &str, query: &str| {
+        let sql = format!("SELECT {what} FROM pg_stat_activity WHERE usename = '{role}' AND query LIKE '{query}'");
+        postgres.psql("postgres", &sql)
+    };
+    let position = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), %orlop_server()";
+    // Those for appends, positions and notifications, and at least one of the pool.
+    for query in ["%orlop_append%", position, "LISTEN %", "SELECT id, name, client_urls FROM member%"] {
+        eventually(query, async || match of_role("count(*)", query).parse::<u32>() {
+            Ok(1..) => Ok(()),
+            other => Err(other),
+        })
+        .await;
+    }
+    postgres.psql("postgres", &format!("ALTER ROLE {role} CONNECTION LIMIT 3"));
+    let lost = of_role("pg_terminate_backend(pid), pid", position);
+    let lost = lost.strip_prefix("t|").expect("one connection is terminated");
+    let ended = format!("SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = {lost})");
+    eventually("its end", async || if postgres.psql("postgres", &ended) == "t" { Ok(()) } else { Err("it exists") })
+        .await;
+    eventually("a read", async || client.clone().kv.range(range()).await).await;
+    let log = server.log();
+    assert!(
+        log.contains("the database has no free connection") && log.contains("too many connections for role"),
+        "{log}"
+    );
+}
+
 /// The table is analyzed while it has one row, and then no more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn plans_of_a_small_table_do_not_read_a_large_one() {
@@ -131,17 +191,23 @@ async fn connection_that_was_closed_while_unused_is_replaced() {
     client.kv.put(put("after")).await.expect("a put");
 }
 
+/// The login role acts as the owner, as after a rotation of the password: its sessions cannot see what the others execute.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn defragmentation_waits_for_another_vacuum() {
-    let Some(postgres) = Postgres::start().await else { return };
-    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let owner = database_name(&endpoint);
+    let login = format!("{owner}_b");
+    let create = format!("CREATE ROLE {login} LOGIN PASSWORD 'pass word' IN ROLE {owner}");
+    postgres.psql("postgres", &format!("{create}; ALTER ROLE {login} SET role = '{owner}'"));
+    let server = Server::orlop_on(&endpoint.replace(&format!("//{owner}:"), &format!("//{login}:")), &[]).await;
     // The lock of a vacuum.
     let other = executed(&server, "BEGIN; LOCK TABLE kv_log IN SHARE UPDATE EXCLUSIVE MODE").await;
     let mut client = Client::connect(server.endpoint()).await;
     let began = Instant::now();
     let defragmenting = tokio::spawn(async move { client.maintenance.defragment(DefragmentRequest {}).await });
-    // Longer than the limit for other statements.
-    while began.elapsed() < Duration::from_secs(6) {
+    // Longer than the limit for other statements, and than two checks whether the vacuum still runs.
+    while began.elapsed() < Duration::from_secs(8) {
         assert!(!defragmenting.is_finished(), "it did not wait");
         sleep(Duration::from_millis(100)).await;
     }

@@ -45,6 +45,7 @@ fn errors_name_accepted_values_of_a_url_with_several_hosts() {
         ("port=1,2,3", "2 hosts and 3 ports"),
         ("hostaddr=192.0.2.1", "2 hosts, but 1 in hostaddr"),
         ("hostaddr=192.0.2.1,192.0.2.2&sslmode=verify-full", "/etc/hosts"),
+        ("sslmode=require&channel_binding=require", "channel_binding=require is not supported; remove it"),
         ("sslmode=some", "sslmode must be disable, prefer, require, verify-ca or verify-full"),
     ] {
         let endpoint = format!("postgres://user:secret@a,b/db?{parameter}");
@@ -187,10 +188,8 @@ fn errors_name_databases_that_cannot_be_opened() {
     check_refused(&["--listen-client-urls", "http://256.0.0.1:1"], &[], &["256.0.0.1"]);
 }
 
-/// The start waits for the file as for a database that is not running, because a file may be mounted later.
-#[test]
-fn start_that_waits_for_a_certificate_names_its_file() {
-    let endpoint = "postgres://user:secret@127.0.0.1:1/db?sslmode=verify-full&sslrootcert=/nofile";
+/// Returns the message of a start that waits for its database, and ends the start.
+pub fn message_of_waiting_start(endpoint: &str) -> String {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let mut process = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
         .current_dir(home.path())
@@ -201,7 +200,14 @@ fn start_that_waits_for_a_certificate_names_its_file() {
     let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     let waiting = lines.find(|line| line.contains("cannot connect yet"));
     process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
-    let waiting = waiting.expect("the reason is logged");
+    waiting.expect("the reason is logged")
+}
+
+/// The start waits for the file as for a database that is not running, because a file may be mounted later.
+#[test]
+fn start_that_waits_for_a_certificate_names_its_file() {
+    let endpoint = "postgres://user:secret@127.0.0.1:1/db?sslmode=verify-full&sslrootcert=/nofile";
+    let waiting = message_of_waiting_start(endpoint);
     assert!(waiting.contains("sslrootcert /nofile: No such file or directory"), "{waiting}");
 }
 

@@ -106,11 +106,11 @@ pub struct PostgresLog {
 
 impl PostgresLog {
     /// Connects to the database and migrates the schema. Retries for up to five minutes if the database does not
-    /// respond.
+    /// respond or accepts no writes.
     ///
     /// # Errors
     ///
-    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, is a standby, or denies a permission. The
+    /// [`orlop_core::log::Error::Open`] if the database cannot be reached, stays a standby, or denies a permission. The
     /// text contains the address of the database without the password.
     pub async fn open(settings: PostgresSettings) -> Result<Self> {
         let database = Database::new(&settings.endpoint, settings.connections_max, settings.durability)?;

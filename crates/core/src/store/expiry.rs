@@ -7,7 +7,7 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep, sleep_until},
 };
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::{error::Error, queue::WriteQueue, shared::Shared, tasks::until_stopped, write_request::Request};
 use crate::{
@@ -28,6 +28,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// Expires leases until stopped.
 pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, stop: watch::Receiver<bool>) {
     let work = async {
+        let mut is_failing = false;
         loop {
             shared.pulses.expiry.rest();
             wait_for_deadline(&shared).await;
@@ -35,11 +36,17 @@ pub(super) async fn run(shared: Arc<Shared>, queue: WriteQueue, stop: watch::Rec
             let expired = match leases_to_expire(&shared).await {
                 Ok(expired) => expired,
                 Err(error) => {
-                    warn!(%error, "cannot read lease deadlines; trying again");
+                    if !is_failing {
+                        warn!(%error, "cannot read lease deadlines; trying again");
+                    }
+                    is_failing = true;
                     sleep(RETRY_PAUSE).await;
                     continue;
                 }
             };
+            if std::mem::take(&mut is_failing) {
+                info!("lease deadlines can be read again");
+            }
             let queue = &queue;
             let end = |id| async move { (id, queue.submit(&Caller::Server, Request::Expire(id)).await) };
             let mut ends = stream::iter(expired).map(end).buffer_unordered(SHARED_COMMIT);

@@ -8,14 +8,15 @@ use std::{
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection, Row as _, migrate::MigrateError};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 
 use super::{
     pool::{Pool, Pooled},
-    primary::{Found, Generation, Primary},
-    schema::{Older, refuse_other_tables},
+    primary::{Found, Generation, Primary, is_final, lacks_resources},
+    schema::{Older, check_settings, refuse_other_tables},
 };
 use crate::{
     Durability,
@@ -33,7 +34,7 @@ const COMMAND_WAIT_MAX: Duration = Duration::from_secs(15);
 /// Maximum time for which the start of a server waits. Kubernetes restarts a server that gave up after a pause that
 /// grows to five minutes. The time leaves half of `TimeoutStartSec` of the unit of systemd to read the log.
 pub(super) const SERVER_WAIT_MAX: Duration = Duration::from_secs(300);
-/// Minimum interval between two messages of a start that waits.
+/// Minimum interval between two messages of a start that waits, and about the lack of connections.
 const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
@@ -83,6 +84,8 @@ pub(super) struct Database {
     /// Database, hosts and ports for messages, without the password.
     name: String,
     durability: Durability,
+    /// When the lack of connections was logged last.
+    lack_logged: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Database {
@@ -99,12 +102,17 @@ impl Database {
         let user = options.get_username().to_owned();
         let name = format!("{} at {}", options.get_database().unwrap_or(&user), primary.names());
         let pool = Pool::new(connections_max, Arc::clone(&primary));
-        Ok(Self { primary, pool, user, name, durability })
+        Ok(Self { primary, pool, user, name, durability, lack_logged: Arc::default() })
     }
 
     /// Returns the name of the database for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Returns the name of the role.
+    pub(super) fn user(&self) -> &str {
+        &self.user
     }
 
     pub(super) fn connections(&self) -> Connections {
@@ -161,6 +169,26 @@ impl Database {
         Ok(found)
     }
 
+    /// Like [`Database::find`], for a connection outside of the pool. If the server has no resources for it, closes the unused
+    /// connections of the pool, so that the next attempt succeeds: as long as they are used now and then, the pool keeps them.
+    pub(super) async fn find_dedicated(&self) -> sqlx::Result<Found> {
+        self.find().await.inspect_err(|error| {
+            if lacks_resources(error) {
+                self.log_lack(error);
+                self.pool.close_idle();
+            }
+        })
+    }
+
+    /// Logs that the server has no resources for a connection.
+    fn log_lack(&self, error: &sqlx::Error) {
+        let mut logged = self.lack_logged.lock();
+        if logged.is_none_or(|logged| logged.elapsed() >= WAIT_LOG_INTERVAL) {
+            warn!(error = describe(error), database = self.name, "the database has no free connection; trying again");
+            *logged = Some(Instant::now());
+        }
+    }
+
     /// Opens the first connection of a command.
     pub(super) async fn connect_first(&self) -> Result<Found> {
         self.connect_within(COMMAND_WAIT_MAX).await
@@ -174,15 +202,15 @@ impl Database {
         Ok(found)
     }
 
-    /// Opens a connection. Retries until the deadline while the database cannot be reached, is starting or has no free
-    /// connection. A refusal, such as that of a wrong password, is final.
+    /// Opens a connection. Retries until the deadline while the database cannot be reached, is starting, has no free
+    /// connection or accepts no writes. Another refusal, such as that of a wrong password, is final.
     async fn find_before(&self, deadline: Instant) -> Result<Found> {
         let mut pause = RETRY_PAUSE_MIN;
         let mut logged: Option<Instant> = None;
         loop {
             match self.find().await {
                 Ok(found) => return Ok(found),
-                Err(error) if is_refusal(&error) || Instant::now() + pause > deadline => {
+                Err(error) if is_final(&error) || Instant::now() + pause > deadline => {
                     return Err(self.open_error("connect to", &error));
                 }
                 Err(error) => {
@@ -195,72 +223,6 @@ impl Database {
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
         }
-    }
-
-    /// Refuses a database without a schema for the tables, one whose tables are in a later schema than new ones would be,
-    /// and a new one that cannot store every name. Logs what causes errors or a loss later. Returns the owner of the tables,
-    /// if there are any, and whether the role has the owner's rights.
-    async fn check_settings(&self, connection: &mut PgConnection) -> Result<Option<(String, bool)>> {
-        /// Whether commits are synced, the schema, the encoding; if there is a log, its schema and its owner, and whether
-        /// this role has the owner's rights.
-        type State = (bool, Option<String>, String, Option<String>, Option<String>, Option<bool>);
-        const STATE: &str = "SELECT current_setting('fsync')::bool, current_schema()::text, \
-            current_setting('server_encoding'), n.nspname::text, pg_get_userbyid(c.relowner)::text, \
-            pg_has_role(c.relowner, 'USAGE') FROM (SELECT to_regclass('kv_log') AS log) l \
-            LEFT JOIN pg_class c ON c.oid = l.log LEFT JOIN pg_namespace n ON n.oid = c.relnamespace";
-        let state = with_timeout(sqlx::query_as(STATE).fetch_one(connection)).await;
-        let (syncs, schema, encoding, log_schema, owner, is_owner): State =
-            state.map_err(|error| self.open_error("read", &error))?;
-        let (role, name) = (&self.user, &self.name);
-        let Some(schema) = schema else {
-            return Err(Error::Open(format!(
-                "no schema in the search path of role {role} exists in database {name}; create one, for example with \
-                 CREATE SCHEMA AUTHORIZATION {role}"
-            )));
-        };
-        // The tables of another role in a later schema are another store.
-        let owner = match log_schema {
-            Some(log_schema) if log_schema != schema && is_owner == Some(true) => {
-                return Err(Error::Open(format!(
-                    "the tables of Orlop are in schema {log_schema} of database {name}, but schema {schema} precedes it in \
-                     the search path of role {role}, so that an empty store would be made there; drop schema {schema}, \
-                     or set the search path: ALTER ROLE {role} SET search_path = {log_schema}, or = {schema} for another \
-                     store"
-                )));
-            }
-            Some(log_schema) if log_schema != schema => None,
-            Some(_) | None => owner.zip(is_owner),
-        };
-        if !["UTF8", "SQL_ASCII"].contains(&encoding.as_str()) {
-            if owner.is_none() {
-                return Err(Error::Open(format!(
-                    "database {} has the encoding {encoding}; create it with ENCODING 'UTF8' TEMPLATE template0",
-                    self.name
-                )));
-            }
-            warn!(
-                database = self.name,
-                encoding,
-                "the encoding of the database lacks characters, and names that contain them are refused; move the \
-                 store to a database with ENCODING 'UTF8'"
-            );
-        }
-        if let Some((owner, false)) = &owner {
-            warn!(
-                database = self.name,
-                owner,
-                role = self.user,
-                "the role does not own the tables of Orlop: the next update will fail, and defragmentations may; use \
-                 REASSIGN OWNED, or ALTER ... OWNER TO for each table, view and function"
-            );
-        }
-        if !syncs {
-            warn!(
-                database = self.name,
-                "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes"
-            );
-        }
-        Ok(owner)
     }
 
     /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
@@ -293,7 +255,7 @@ impl Database {
     /// Migrates the schema, and logs that it was an older one.
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
         refuse_other_tables(self, connection).await?;
-        let owner = self.check_settings(connection).await?;
+        let owner = check_settings(self, connection).await?;
         // If it cannot be read, the migration fails with the remedy.
         let older = Older::read(self, connection).await.unwrap_or_default();
         let migrated = migrations::postgres().run(connection).await;
@@ -436,7 +398,12 @@ impl Attempts<'_> {
                 }
                 // Refusals may end, too: those of the old password while it is replaced in the file and for the role,
                 // and those of a standby that is being promoted.
-                Err(error) if Instant::now() + pause > self.deadline => return Err(database.unavailable(&error)),
+                Err(error) if Instant::now() + pause > self.deadline => {
+                    if lacks_resources(&error) {
+                        database.log_lack(&error);
+                    }
+                    return Err(database.unavailable(&error));
+                }
                 Err(_) => sleep(pause).await,
             }
             pause *= 2;

@@ -63,7 +63,7 @@ impl Dedicated {
         let is_new = current.is_none();
         let Session { connection, generation, holds_lock, .. } = match current {
             Some(session) => session,
-            None => database.find().await?.into(),
+            None => database.find_dedicated().await?.into(),
         };
         Ok(InUse { slot, connection, generation, holds_lock, is_new })
     }

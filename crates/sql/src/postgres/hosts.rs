@@ -22,9 +22,9 @@ const DEFAULT_PORT: u16 = 5432;
 /// Characters of a host that are encoded in a URL.
 const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'-').remove(b'_');
 
-/// Parameters of a URL that have an effect: those of [`Own`], and those that sqlx reads, except for `application_name` and
+/// Parameters that a URL may have: those of [`Own`], and those that sqlx reads, except for `application_name` and
 /// `options[…]`.
-pub const PARAMETERS: [&str; 21] = [
+pub const PARAMETERS: [&str; 22] = [
     "sslmode",
     "ssl-mode",
     "sslrootcert",
@@ -45,6 +45,7 @@ pub const PARAMETERS: [&str; 21] = [
     "target_session_attrs",
     "load_balance_hosts",
     "connect_timeout",
+    "channel_binding",
     "options",
 ];
 
@@ -105,6 +106,7 @@ struct Own {
     load_balance_hosts: Option<String>,
     connect_timeout: Option<String>,
     passfile: Option<String>,
+    channel_binding: Option<String>,
     has_password: bool,
     // These three are also sqlx's.
     ssl_mode: Option<String>,
@@ -123,6 +125,7 @@ impl Own {
             "load_balance_hosts" => &mut self.load_balance_hosts,
             "connect_timeout" => &mut self.connect_timeout,
             "passfile" => &mut self.passfile,
+            "channel_binding" => &mut self.channel_binding,
             _ => return None,
         })
     }
@@ -141,6 +144,7 @@ impl Hosts {
         let (authority, path) = before_query.split_at(before_query.find('/').unwrap_or(before_query.len()));
         let (user, listed) = authority.rsplit_once('@').map_or((None, authority), |(user, hosts)| (Some(user), hosts));
         let (own, mut passed) = divide(query)?;
+        check_channel_binding(own.channel_binding.as_deref())?;
         let mut ssl_mode = ssl_mode(&own, environment)?;
         // As in libpq: who names the authority wants the server's certificate verified. sqlx would ignore the file.
         let has_root_certificate = own.has_root_certificate || environment.get("PGSSLROOTCERT").is_some();
@@ -236,6 +240,17 @@ fn check_target(value: Option<String>) -> Result<(), String> {
          effect"
             .to_owned()
     })
+}
+
+/// sqlx never binds a login to the TLS channel, so the values that permit this have no effect.
+fn check_channel_binding(value: Option<&str>) -> Result<(), String> {
+    match value {
+        None | Some("disable" | "prefer") => Ok(()),
+        Some("require") => Err("channel_binding=require is not supported; remove it, and verify the server with \
+                                sslmode=verify-full instead"
+            .to_owned()),
+        Some(_) => Err("channel_binding must be disable or prefer".to_owned()),
+    }
 }
 
 fn order(value: Option<String>) -> Result<HostOrder, String> {

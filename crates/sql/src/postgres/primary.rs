@@ -345,11 +345,11 @@ impl Primary {
             self.hosts(),
             errors.iter().map(text).collect::<Vec<_>>().join("; ")
         );
-        let is_final = |(_, error): &(usize, sqlx::Error)| is_refusal(error) && !is_of_role(error);
-        if errors.len() == self.hosts() && errors.iter().all(is_final) {
+        if errors.len() == self.hosts() && errors.iter().all(|(_, error)| is_final(error)) {
             sqlx::Error::Configuration(text.into())
         } else {
-            sqlx::Error::Io(io::Error::other(text))
+            let lacks_resources = errors.iter().any(|(_, error)| lacks_resources(error));
+            sqlx::Error::Io(io::Error::other(NoPrimary { text, lacks_resources }))
         }
     }
 
@@ -415,9 +415,35 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// Returns whether the server refused because of its current role, which may change.
-fn is_of_role(error: &sqlx::Error) -> bool {
-    matches!(error, sqlx::Error::Configuration(error) if error.is::<Refusal>())
+/// The errors of several hosts.
+#[derive(Debug)]
+struct NoPrimary {
+    text: String,
+    /// Whether one of the hosts had no resources for a connection.
+    lacks_resources: bool,
+}
+
+impl fmt::Display for NoPrimary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for NoPrimary {}
+
+/// Returns whether the server refused a connection for a reason other than its current role, which may change.
+pub(super) fn is_final(error: &sqlx::Error) -> bool {
+    let is_of_role = matches!(error, sqlx::Error::Configuration(error) if error.is::<Refusal>());
+    is_refusal(error) && !is_of_role
+}
+
+/// Returns whether the server has no resources for a further connection, in most cases because of a limit on their number.
+pub(super) fn lacks_resources(error: &sqlx::Error) -> bool {
+    if let sqlx::Error::Io(error) = error {
+        let of_hosts = error.get_ref().and_then(|error| error.downcast_ref::<NoPrimary>());
+        return of_hosts.is_some_and(|of_hosts| of_hosts.lacks_resources);
+    }
+    sqlstate(error).is_some_and(|code| code.starts_with("53"))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
-//! What a database contains, read before anything migrates its schema.
+//! What a database contains and how it is set, read before anything migrates its schema.
 
 use sqlx::{Connection as _, PgConnection};
+use tracing::warn;
 
 use super::{
     PostgresLog,
@@ -16,6 +17,9 @@ use orlop_core::log::{Error, HEARTBEAT_TIMEOUT, Result};
 /// A migration creates tables in the first schema of the search path. A later one may have those of another store.
 const HAS_TABLE: &str =
     "SELECT EXISTS (SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = $1)";
+
+/// The oldest version that has every function that the tables need, in the form of `server_version_num`.
+const VERSION_MIN: i32 = 130_000;
 
 /// Reads a table of the first schema.
 pub(super) const LIVE_MEMBER: &str =
@@ -87,8 +91,109 @@ pub(super) async fn refuse_other_tables(database: &Database, connection: &mut Pg
     })
 }
 
+/// Refuses a server that is too old, a database without a schema for the tables, one whose tables are in a later schema than
+/// new ones would be, and a new one that cannot store every name. Logs what causes errors or a loss later. Returns the owner
+/// of the tables, if there are any, and whether the role has the owner's rights.
+pub(super) async fn check_settings(
+    database: &Database,
+    connection: &mut PgConnection,
+) -> Result<Option<(String, bool)>> {
+    /// The version, whether commits are synced, the schema, the encoding; if there is a log, its schema and its owner, and
+    /// whether this role has the owner's rights.
+    type State = (i32, bool, Option<String>, String, Option<String>, Option<String>, Option<bool>);
+    const STATE: &str = "SELECT current_setting('server_version_num')::int, current_setting('fsync')::bool, \
+        current_schema()::text, current_setting('server_encoding'), n.nspname::text, \
+        pg_get_userbyid(c.relowner)::text, pg_has_role(c.relowner, 'USAGE') \
+        FROM (SELECT to_regclass('kv_log') AS log) l \
+        LEFT JOIN pg_class c ON c.oid = l.log LEFT JOIN pg_namespace n ON n.oid = c.relnamespace";
+    let state = with_timeout(sqlx::query_as(STATE).fetch_one(connection)).await;
+    let (version, syncs, schema, encoding, log_schema, owner, is_owner): State =
+        state.map_err(|error| database.open_error("read", &error))?;
+    let (role, name) = (database.user(), database.name());
+    if let Some(version) = unsupported(version) {
+        return Err(Error::Open(format!(
+            "the server of database {name} is Postgres {version}; Orlop needs 13 or later"
+        )));
+    }
+    let Some(schema) = schema else {
+        return Err(Error::Open(format!(
+            "no schema in the search path of role {role} exists in database {name}; create one, for example with \
+             CREATE SCHEMA AUTHORIZATION {role}"
+        )));
+    };
+    // The tables of another role in a later schema are another store.
+    let owner = match log_schema {
+        Some(log_schema) if log_schema != schema && is_owner == Some(true) => {
+            return Err(Error::Open(format!(
+                "the tables of Orlop are in schema {log_schema} of database {name}, but schema {schema} precedes it in \
+                 the search path of role {role}, so that an empty store would be made there; drop schema {schema}, \
+                 or set the search path: ALTER ROLE {role} SET search_path = {log_schema}, or = {schema} for another \
+                 store"
+            )));
+        }
+        Some(log_schema) if log_schema != schema => None,
+        Some(_) | None => owner.zip(is_owner),
+    };
+    check_encoding(database, &encoding, owner.is_some())?;
+    if let Some((owner, false)) = &owner {
+        warn!(
+            database = name,
+            owner,
+            role,
+            "the role does not own the tables of Orlop: the next update will fail, and defragmentations may; use \
+             REASSIGN OWNED, or ALTER ... OWNER TO for each table, view and function"
+        );
+    }
+    if !syncs {
+        warn!(database = name, "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes");
+    }
+    Ok(owner)
+}
+
+/// Returns the name of a version, given as `server_version_num`, if Orlop does not support it.
+fn unsupported(version: i32) -> Option<String> {
+    let (major, minor) = (version / 10_000, version / 100 % 100);
+    // Before 10, the second number is a part of the name.
+    let name = || if major < 10 { format!("{major}.{minor}") } else { major.to_string() };
+    (version < VERSION_MIN).then(name)
+}
+
+/// Refuses a new database whose encoding lacks characters, and warns of one with a log.
+fn check_encoding(database: &Database, encoding: &str, has_log: bool) -> Result<()> {
+    if ["UTF8", "SQL_ASCII"].contains(&encoding) {
+        return Ok(());
+    }
+    let name = database.name();
+    if !has_log {
+        return Err(Error::Open(format!(
+            "database {name} has the encoding {encoding}; create it with ENCODING 'UTF8' TEMPLATE template0"
+        )));
+    }
+    warn!(
+        database = name,
+        encoding,
+        "the encoding of the database lacks characters, and names that contain them are refused; move the store to a \
+         database with ENCODING 'UTF8'"
+    );
+    Ok(())
+}
+
 /// Returns whether the schema in which a migration would create tables has a table.
 pub(super) async fn has_table(database: &Database, connection: &mut PgConnection, name: &str) -> Result<bool> {
     let found = sqlx::query_scalar::<_, bool>(HAS_TABLE).bind(name).fetch_one(connection);
     with_timeout(found).await.map_err(|error| database.open_error("read", &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::unsupported;
+
+    #[test]
+    fn versions_before_13_are_refused() {
+        for (version, expected) in
+            [(180_004, None), (130_000, None), (120_022, Some("12")), (100_023, Some("10")), (90_624, Some("9.6"))]
+        {
+            assert_eq!(unsupported(version).as_deref(), expected, "{version}");
+        }
+    }
 }

@@ -40,9 +40,11 @@ const NOT_PERMITTED: &str = "SELECT c.relname::text, pg_get_userbyid(c.relowner)
         AND CASE WHEN current_setting('server_version_num')::int >= 170000 \
             THEN NOT has_table_privilege(c.oid, 'MAINTAIN') ELSE true END \
     LIMIT 1";
-const HAS_ENDED: &str = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active')";
+/// A statement that runs holds at least the lock of its virtual transaction. Every role may read the locks of all processes,
+/// but `pg_stat_activity` hides the state of another login role, and has none with `track_activities = off`.
+const HAS_ENDED: &str = "SELECT NOT EXISTS (SELECT 1 FROM pg_locks WHERE pid = $1)";
 /// Pause between two checks of a vacuum.
-const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+const CHECK_INTERVAL: Duration = Duration::from_secs(3);
 
 pub(super) async fn total(connection: &mut PgConnection) -> sqlx::Result<i64> {
     sqlx::query_scalar(TOTAL).fetch_one(connection).await
@@ -94,7 +96,7 @@ async fn lost(database: &Database, process: i32) {
     loop {
         sleep(CHECK_INTERVAL).await;
         if has_ended(database, process).await {
-            // The result may be on its way.
+            // The result may be on its way, or the vacuum is between two tables.
             sleep(CHECK_INTERVAL).await;
             if has_ended(database, process).await {
                 return;

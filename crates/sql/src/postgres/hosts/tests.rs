@@ -104,6 +104,10 @@ fn settings_come_from_the_url_then_from_the_environment() {
     let url = "postgres://a/db?load_balance_hosts=disable&connect_timeout=3&target_session_attrs=read-write";
     assert_eq!(from(url), (HostOrder::AsListed, Duration::from_secs(3)));
     assert_eq!(from("postgres://a/db?connect_timeout=0").1, Duration::from_secs(5));
+    for value in ["disable", "prefer"] {
+        let parsed = parse(&format!("postgres://a/db?channel_binding={value}"), &[]).expect("it is valid");
+        assert!(!parsed.hosts[0].url.contains("channel_binding"), "sqlx does not know it");
+    }
 }
 
 #[test]
@@ -126,6 +130,8 @@ fn error_names_the_accepted_values_and_no_secret() {
         ("postgres://u:secret@a/db?load_balance_hosts=round", "disable or random"),
         ("postgres://u:secret@a/db?connect_timeout=soon", "1 to 3600 seconds"),
         ("postgres://u:secret@a/db?connect_timeout=-1", "1 to 3600 seconds"),
+        ("postgres://u:secret@a/db?channel_binding=require", "channel_binding=require is not supported"),
+        ("postgres://u:secret@a/db?channel_binding=on", "disable or prefer"),
         ("postgres://u:secret@a,b,c/db?port=1,2", "3 hosts and 2 ports"),
         ("postgres://u:secret@a:0/db", "host 1 must be a number from 1 to 65535"),
         ("postgres://u:secret@a,b:x/db", "host 2 must be a number"),
