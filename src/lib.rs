@@ -18,6 +18,7 @@
 //! - [`insight`], [`top`]: figures about a running server; `orlop top`, which shows them in a terminal
 //! - [`console`]: the web page: load, sizes, keys and their history, events
 //! - [`output`], [`progress`], [`text`]: output of commands and how far they are; values as texts for people
+//! - [`hangup`]: the end of a command's terminal
 
 /// The commit of the source.
 pub const COMMIT: &str = env!("ORLOP_COMMIT");
@@ -31,6 +32,7 @@ pub mod check;
 pub mod config;
 pub mod console;
 pub mod datastore;
+mod hangup;
 pub mod history;
 pub mod http;
 pub mod insight;

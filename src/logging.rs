@@ -1,7 +1,7 @@
 //! The server's log: text, or JSON objects with etcd's names for level, time and message.
 
-mod limit;
 mod output;
+mod stream;
 
 use std::{fmt, io::IsTerminal as _};
 
@@ -20,8 +20,7 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-pub(crate) use self::limit::LogLimit;
-use self::output::Outputs;
+use self::{output::Outputs, stream::Stream};
 use crate::config::{LogFormat, Settings};
 
 /// The log of the process.
@@ -54,18 +53,18 @@ pub fn start(settings: &Settings) -> Result<Log, String> {
     let outputs = Outputs::open(settings)?;
     let is_stderr = outputs.is_stderr();
     let is_terminal = is_stderr && std::io::stderr().is_terminal();
-    let logger = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(outputs)
-        // It would report a failed write to standard error on standard error, and panic when that fails too, for example
-        // because the disk of the log is full.
-        .log_internal_errors(false)
-        .with_ansi(is_terminal);
     let is_text = match settings.log_format {
         LogFormat::Auto => is_terminal,
         LogFormat::Text => true,
         LogFormat::Json => false,
     };
+    let logger = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(outputs.with_notice(if is_text { text_notice } else { json_notice }))
+        // It would report a failed write to standard error on standard error, and panic when that fails too, for example
+        // because the disk of the log is full.
+        .log_internal_errors(false)
+        .with_ansi(is_terminal);
     if is_text {
         logger.init();
     } else {
@@ -74,11 +73,52 @@ pub fn start(settings: &Settings) -> Result<Log, String> {
     Ok(Log { is_text_on_stderr: is_text && is_stderr })
 }
 
+/// Prints a line to standard output, unless nobody reads it.
+pub(crate) fn print(line: &str) {
+    // The process continues if standard output is closed.
+    let _ = Stream::new(std::io::stdout()).write(format!("{line}\n").as_bytes(), text_notice);
+}
+
+const LOST: &str = "log messages were lost, because nobody read the output";
+
+fn text_notice(lost: u64) -> String {
+    format!("{}  WARN orlop::logging: {LOST} messages={lost}\n", time())
+}
+
+fn json_notice(lost: u64) -> String {
+    let (time, line) = (time(), line!());
+    let lost = format!(",\"messages\":{lost}}}\n");
+    format!(r#"{{"level":"warn","ts":"{time}","caller":"logging.rs:{line}","msg":"{LOST}"{lost}"#)
+}
+
+/// Returns the time as it is in the log.
+fn time() -> String {
+    let mut time = String::new();
+    // Writing to a string does not fail.
+    let _ = SystemTime.format_time(&mut Writer::new(&mut time));
+    time
+}
+
+/// sqlx warns at each connection of a file that it cannot use, and logs malformed lines of it. Orlop warns once.
+const PASSWORD_FILES: &str = "sqlx_postgres::options::pgpass";
+
 /// Parses a level or a list of `TARGET=LEVEL`. `EnvFilter` alone takes an unknown level for a target, which silences the
 /// log.
 fn filter(text: &str) -> Result<EnvFilter, String> {
-    let directives: Vec<String> = text.split(',').map(directive).collect::<Result<_, _>>()?;
-    EnvFilter::try_new(directives.join(",")).map_err(|error| error.to_string())
+    EnvFilter::try_new(directives(text)?.join(",")).map_err(|error| error.to_string())
+}
+
+fn directives(text: &str) -> Result<Vec<String>, String> {
+    let mut directives: Vec<String> = text.split(',').map(directive).collect::<Result<_, _>>()?;
+    let names_password_files = |directive: &String| {
+        let target = directive.rsplit_once('=').map_or("", |(target, _)| target.trim());
+        let target = target.split('[').next().unwrap_or_default();
+        !target.is_empty() && PASSWORD_FILES.starts_with(target)
+    };
+    if !directives.iter().any(names_password_files) {
+        directives.push(format!("{PASSWORD_FILES}=error"));
+    }
+    Ok(directives)
 }
 
 fn directive(text: &str) -> Result<String, String> {
@@ -101,8 +141,7 @@ where
 {
     fn format_event(&self, _: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
         let metadata = event.metadata();
-        let mut time = String::new();
-        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        let time = time();
         let mut fields = EventFields::default();
         event.record(&mut fields);
         let level = match *metadata.level() {
@@ -190,5 +229,25 @@ mod tests {
         assert_eq!((&lines[0]["msg"], &lines[0]["reason"]), (&"Exporter.Failed".into(), &"no collector".into()));
         assert_eq!((&lines[1]["msg"], &lines[1]["name"]), (&"a message".into(), &"etcd".into()));
         assert_eq!((lines.len(), lines[0].get("name")), (2, None));
+    }
+
+    #[test]
+    fn warnings_of_sqlx_about_files_of_passwords_are_logged_if_they_are_asked_for() {
+        for (text, expected) in [
+            ("info", "info,sqlx_postgres::options::pgpass=error"),
+            ("info,sqlx=debug", "info,sqlx=debug"),
+            ("info,sqlx_postgres::options::pgpass=warn", "info,sqlx_postgres::options::pgpass=warn"),
+            ("info,sqlx_core=warn", "info,sqlx_core=warn,sqlx_postgres::options::pgpass=error"),
+        ] {
+            assert_eq!(directives(text).map(|directives| directives.join(",")).as_deref(), Ok(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn notices_have_the_form_of_the_log() {
+        let json: Value = serde_json::from_str(json_notice(3).trim_end()).unwrap();
+        assert_eq!((&json["level"], &json["msg"], &json["messages"]), (&"warn".into(), &LOST.into(), &3.into()));
+        let text = text_notice(3);
+        assert!(text.ends_with(&format!("Z  WARN orlop::logging: {LOST} messages=3\n")), "{text}");
     }
 }

@@ -143,8 +143,8 @@ fn main() -> ExitCode {
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let notices = Notices::of_flags(matches.subcommand_matches("serve").unwrap_or(&matches), &words);
     let outcome = match cli.command {
-        None => serve(&cli.flags, notices),
-        Some(Command::Serve(flags)) => serve(&flags, notices),
+        None => return served(serve(&cli.flags, notices)),
+        Some(Command::Serve(flags)) => return served(serve(&flags, notices)),
         Some(Command::Bench(args)) => on_one_thread(async { Ok(bench::run(*args).await?) }),
         Some(Command::Snapshot(args)) => on_one_thread(async { snapshot::run(args).await }),
         Some(Command::Migrate(args)) => migrate(*args),
@@ -170,6 +170,17 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&*error, ExitCode::FAILURE),
+    }
+}
+
+/// Returns the exit status of the server, whose end does not wait for a reader of the error.
+fn served(outcome: Outcome) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            supervise::print_last(format!("orlop: {error}"));
+            ExitCode::FAILURE
+        }
     }
 }
 

@@ -40,11 +40,9 @@ pub use self::{
     connection_limit::ConnectionLimit,
     remote::{CertificateUser, Remote, WithTls},
 };
-use crate::{
-    config::{FileMode, ListenUrl, Scheme},
-    logging::LogLimit,
-};
+use crate::config::{FileMode, ListenUrl, Scheme};
 use orlop_core::{
+    log_limit::LogLimit,
     overload::{Steps, paced},
     supervise::{catch_panics, vital},
 };

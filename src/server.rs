@@ -5,7 +5,6 @@ mod open;
 
 use std::{
     fmt,
-    io::Write as _,
     num::NonZeroUsize,
     path::PathBuf,
     pin::{Pin, pin},
@@ -26,6 +25,7 @@ use crate::{
     config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls},
     datastore::keep,
     http::{self, Access, Pprof, Starting},
+    logging,
     net::{Listener, tls},
     snapshot::{Content, DatedFolder, Schedule},
     telemetry::{self, Exporter},
@@ -411,6 +411,5 @@ fn announce(url: &ListenUrl) {
             Scheme::Tls => info!(traffic = TRAFFIC, address, "serving client traffic securely"),
         }
     }
-    // The server continues if standard output is closed.
-    let _ = writeln!(std::io::stdout(), "orlop: serving client requests on {url}");
+    logging::print(&format!("orlop: serving client requests on {url}"));
 }

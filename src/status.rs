@@ -13,7 +13,7 @@ use serde::Serialize;
 use self::requests::{Durations, slowest};
 use crate::{
     insight::{ServerState, server_state},
-    output::{Format, print},
+    output::{Format, json_line, print},
 };
 
 /// Number of methods whose durations are shown.
@@ -56,7 +56,7 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     let status = read(&client).await.map_err(|error| format!("cannot read the status of {endpoint}: {error}"))?;
     let text = match args.write_out {
         Format::Simple => text::simple(&status, orlop_core::clock::now()),
-        Format::Json => format!("{}\n", serde_json::to_string(&status)?),
+        Format::Json => json_line(&serde_json::to_string(&status)?),
     };
     Ok(print(text.as_bytes())?)
 }

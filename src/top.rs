@@ -17,7 +17,7 @@ use tokio::time::sleep;
 use self::views::{Sorts, View};
 use crate::{
     insight::{Figures, SIZES_WAIT, SIZES_WAIT_MAX, Source},
-    output::{Format, print},
+    output::{Format, json_line, print},
 };
 
 /// Number of rows of each table that is printed once.
@@ -66,7 +66,7 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
         Format::Simple => Ok(print(text(&read_twice(source, interval).await?).as_bytes())?),
         Format::Json => {
             let json = serde_json::to_string(&read_twice(source, interval).await?)?;
-            Ok(print(format!("{json}\n").as_bytes())?)
+            Ok(print(json_line(&json).as_bytes())?)
         }
     }
 }

@@ -34,6 +34,7 @@ impl History for HistoryService {
             archived_bytes: state.bytes.cast_signed(),
             retention_seconds: state.retention.map_or(0, |retention| retention.as_secs().cast_signed()),
             first_moment: state.first_moment.map(moment),
+            now_unix_ms: state.now_ms,
         }))
     }
 

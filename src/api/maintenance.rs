@@ -24,7 +24,7 @@ impl Maintenance for Context {
         // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
         let (size, failure) = match self.store.size().await {
             Ok(size) => (size, (!self.store.accepts_writes()).then_some(store::Error::Unavailable)),
-            Err(error) => (Size { total: 0, in_use: 0, disk_free: None }, Some(error)),
+            Err(error) => (Size { total: 0, in_use: 0, disk_free: None, wal: None }, Some(error)),
         };
         let leader = if failure.is_none() { self.store.leader() } else { 0 };
         let failure = failure.map(|error| from_store(error).message().to_owned());

@@ -1,6 +1,6 @@
 //! The slow requests of the last hour, in memory, for the Insight service.
 //!
-//! Only a slow request takes the lock. Bounded: at most [`KEPT_MAX`] requests; when it is full, the fastest of the older
+//! Only a slow request takes the locks. Bounded: at most [`KEPT_MAX`] requests; when it is full, the fastest of the older
 //! half is dropped, so both the newest and the slowest remain. Requests that the server makes itself, such as the expiry
 //! of leases, are only logged.
 
@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use orlop_core::{
     clock,
+    log_limit::LogLimit,
     trace::{Part, Trace},
 };
 
@@ -53,9 +54,22 @@ impl SlowRequest {
     }
 }
 
+/// Maximum number of messages per second about slow requests in the log. Clients can make any number of requests slow.
+pub const LOGGED_PER_SECOND_MAX: u32 = 100;
+
 /// The slow requests of one server.
-#[derive(Debug, Default)]
-pub struct SlowRequests(Mutex<Kept>);
+#[derive(Debug)]
+pub struct SlowRequests {
+    kept: Mutex<Kept>,
+    pub log_limit: LogLimit,
+}
+
+impl Default for SlowRequests {
+    fn default() -> Self {
+        let log_limit = LogLimit::at_most(LOGGED_PER_SECOND_MAX, Duration::from_secs(1));
+        Self { kept: Mutex::default(), log_limit }
+    }
+}
 
 #[derive(Debug, Default)]
 struct Kept {
@@ -66,7 +80,7 @@ struct Kept {
 
 impl SlowRequests {
     pub fn add(&self, request: SlowRequest) {
-        let mut kept = self.0.lock();
+        let mut kept = self.kept.lock();
         kept.total += 1;
         kept.drop_old(request.ended_at);
         if kept.requests.len() == KEPT_MAX {
@@ -81,7 +95,7 @@ impl SlowRequests {
 
     /// Returns the requests of the last hour, the newest first, and the number of all since the start.
     pub fn list(&self) -> (Vec<SlowRequest>, u64) {
-        let mut kept = self.0.lock();
+        let mut kept = self.kept.lock();
         kept.drop_old(Instant::now());
         (kept.requests.iter().rev().cloned().collect(), kept.total)
     }

@@ -4,7 +4,7 @@ use super::{Findings, Location, Plan, Report, Violation, check};
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
     datastore,
-    output::print,
+    output::{json_line, print},
     progress::Progress,
 };
 use orlop_core::{
@@ -61,7 +61,7 @@ pub async fn run(args: Args) -> Result<Verdict, Box<dyn std::error::Error>> {
         Err(Failure::Log(error)) => return Err(error.into()),
         Err(Failure::Settings(text)) => return Err(text.into()),
     };
-    let text = if json { format!("{}\n", as_json(&report)) } else { as_text(&report) };
+    let text = if json { json_line(&as_json(&report)) } else { as_text(&report) };
     print(text.as_bytes())?;
     Ok(if report.findings.is_empty() { Verdict::Sound } else { Verdict::Damaged })
 }

@@ -12,7 +12,7 @@ use std::{
 
 use clap::{
     Args as _, Command, FromArgMatches as _,
-    builder::{OsStringValueParser, TypedValueParser as _},
+    builder::{OsStringValueParser, PathBufValueParser, TypedValueParser},
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use figment::{
@@ -176,7 +176,7 @@ pub struct Flags {
     snapshot_retention: Option<usize>,
 
     /// Folder of these snapshots, created if it does not exist [default: snapshots in the data directory]
-    #[arg(help_heading = SNAPSHOTS, long, value_name = "FOLDER")]
+    #[arg(help_heading = SNAPSHOTS, long, value_name = "FOLDER", value_parser = utf8_path())]
     snapshot_dir: Option<PathBuf>,
 
     /// Include the history in these snapshots (history-retention)
@@ -246,11 +246,11 @@ pub struct Flags {
     listen_metrics_urls: Option<Urls>,
 
     /// Certificate chain of the server, PEM; reloaded when the file changes
-    #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-cert-file")]
+    #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-cert-file", value_parser = utf8_path())]
     cert_file: Option<PathBuf>,
 
     /// Key of the server's certificate, PEM
-    #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-key-file")]
+    #[arg(help_heading = TLS, long, value_name = "FILE", alias = "server-key-file", value_parser = utf8_path())]
     key_file: Option<PathBuf>,
 
     /// Require client certificates signed by trusted-ca-file
@@ -258,11 +258,11 @@ pub struct Flags {
     client_cert_auth: Option<bool>,
 
     /// Root certificates for verifying clients, PEM; if set, every client must present a certificate
-    #[arg(help_heading = TLS, long, value_name = "FILE")]
+    #[arg(help_heading = TLS, long, value_name = "FILE", value_parser = utf8_path())]
     trusted_ca_file: Option<PathBuf>,
 
     /// Certificate revocation list for clients, PEM or DER; reloaded when the file changes
-    #[arg(help_heading = TLS, long, value_name = "FILE")]
+    #[arg(help_heading = TLS, long, value_name = "FILE", value_parser = utf8_path())]
     client_crl_file: Option<PathBuf>,
 
     /// Accepted names of client certificates, separated by commas
@@ -300,6 +300,14 @@ pub struct Flags {
     /// Cost of the bcrypt hashes of new passwords, 4 to 31 [default: 10]
     #[arg(help_heading = AUTH, long, value_name = "COST")]
     bcrypt_cost: Option<u64>,
+}
+
+/// Returns a parser of paths. Settings are text, so they must be UTF-8.
+fn utf8_path() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| {
+        let is_text = path.to_str().is_some();
+        is_text.then_some(path).ok_or("the path is not UTF-8")
+    })
 }
 
 /// Provides the settings of the flags that are given.
@@ -400,7 +408,7 @@ pub struct DatastoreFlags {
     config_file: Option<PathBuf>,
 
     /// Directory of the SQLite database; a server creates it if it does not exist [default: orlop-data]
-    #[arg(help_heading = DATASTORE, long, value_name = "FOLDER")]
+    #[arg(help_heading = DATASTORE, long, value_name = "FOLDER", value_parser = utf8_path())]
     data_dir: Option<PathBuf>,
 
     /// URL of the database: sqlite://PATH or postgres://USER:PASSWORD@HOST:PORT,.../DATABASE, with parameters of libpq

@@ -3,7 +3,7 @@
 //! The server connects to itself through a pipe in memory, without TLS and addresses, so that it needs no certificate of
 //! its own. Such a connection has no client certificate: a user is known only by a token.
 
-use std::{io::Write as _, sync::Arc};
+use std::sync::Arc;
 
 use hyper::server::conn::http2;
 use hyper_util::{
@@ -23,6 +23,7 @@ use super::{
 use crate::{
     api,
     config::{HostName, ListenUrl, Scheme},
+    logging,
     net::{self, Listener},
 };
 
@@ -80,8 +81,7 @@ impl Page<'_> {
 /// Prints the address of the page, with the actual port if port 0 was requested.
 pub(super) fn announce(url: &ListenUrl) {
     info!(%url, "serving the web page");
-    // The process continues if standard output is closed.
-    let _ = writeln!(std::io::stdout(), "orlop: the web page is at {url}");
+    logging::print(&format!("orlop: the web page is at {url}"));
 }
 
 fn endpoint(url: &ListenUrl) -> Endpoint {

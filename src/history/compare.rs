@@ -14,7 +14,7 @@ use super::{
     time::Point,
 };
 use crate::{
-    output::{Format, Reader, print_to_reader},
+    output::{Format, Reader, json_line, print_to_reader},
     text::shown_key,
 };
 
@@ -154,7 +154,7 @@ pub(super) fn described(difference: &Difference, output: OutputFlags, keys_only:
         }
         object.insert("old".to_owned(), pair(&difference.old, &old));
         object.insert("new".to_owned(), pair(&difference.new, &new));
-        return format!("{}\n", Value::from(object));
+        return json_line(&Value::from(object));
     }
     let revision =
         |pair: &Option<KeyValue>| pair.as_ref().map_or_else(|| "-".to_owned(), |it| it.mod_revision.to_string());

@@ -11,7 +11,7 @@ use super::{
     time::Point,
 };
 use crate::{
-    output::{Format, Reader, print_to_reader},
+    output::{Format, Reader, json_line, print_to_reader},
     text::shown_key,
 };
 
@@ -88,7 +88,7 @@ fn text(args: &GetArgs, pair: &KeyValue, number: usize) -> String {
             if args.keys_only {
                 object.remove("value");
             }
-            format!("{}\n", serde_json::Value::from(object))
+            json_line(&serde_json::Value::from(object))
         }
         Format::Simple if args.selection.is_prefix() => {
             let separator = if number == 0 { "" } else { "---\n" };

@@ -35,8 +35,8 @@ use super::{
     time::Point,
 };
 use crate::{
-    output::{Format, print},
-    text::shown_key,
+    output::{Format, json_line, print},
+    text::{shown_key, shown_time},
 };
 
 /// Size of a transaction in bytes after which it ends; etcd's servers accept 1.5 MiB.
@@ -100,6 +100,8 @@ struct Rewind<'a> {
     session: Session,
     /// The revision whose state is written again.
     to: i64,
+    /// The time of `--to` in milliseconds since 1970, if it was given as a time or a duration.
+    to_ms: Option<i64>,
     /// The revision of the state that is replaced.
     head: i64,
     /// Whether the leases of past pairs still exist. A list of all leases would need the right to read all their keys.
@@ -119,19 +121,19 @@ struct Count {
 
 impl<'a> Rewind<'a> {
     async fn new(args: &'a RewindArgs, source: &'a Source) -> Result<Self> {
-        let to = source.revision_at(args.to).await?;
+        let (to, to_ms) = source.resolve(args.to).await?;
         let head = source.state().await?.revision;
-        Ok(Self { args, source, session: source.connect_again().await?, to, head, leases: Mutex::default() })
+        Ok(Self { args, source, session: source.connect_again().await?, to, to_ms, head, leases: Mutex::default() })
     }
 
     async fn run(self) -> Result<Ending> {
         let planned = self.plan().await?;
         let Count { puts, deletes, .. } = planned;
         if puts + deletes == 0 {
-            self.report(&format!("nothing to do: the state is that of revision {}", self.to), &planned)?;
+            self.report(&format!("nothing to do: the state is that of {}", self.point()), &planned)?;
             return Ok(Ending::Success);
         }
-        let what = format!("{puts} puts and {deletes} deletes bring back the state of revision {}", self.to);
+        let what = format!("{puts} puts and {deletes} deletes bring back the state of {}", self.point());
         if self.args.dry_run {
             self.report(&what, &planned)?;
             return Ok(Ending::Otherwise);
@@ -142,11 +144,11 @@ impl<'a> Rewind<'a> {
         let mut done = self.write().await?;
         self.find_changes_of_others(&mut done).await?;
         let text = format!(
-            "{} puts and {} deletes written, up to revision {}, to bring back the state of revision {}",
+            "{} puts and {} deletes written, up to revision {}, to bring back the state of {}",
             done.puts,
             done.deletes,
             done.revisions.last().unwrap_or(&0),
-            self.to
+            self.point()
         );
         if done.conflicts.is_empty() {
             self.report(&text, &done)?;
@@ -156,6 +158,12 @@ impl<'a> Rewind<'a> {
         let again = self.again();
         self.report(&format!("{text}; {conflicts} keys were changed meanwhile: {again} to write the rest"), &done)?;
         Ok(Ending::Otherwise)
+    }
+
+    /// Describes the revision and, if the point was given as one, the time.
+    fn point(&self) -> String {
+        let time = self.to_ms.map(|ms| format!(", the newest one at {}", shown_time(ms)));
+        format!("revision {}{}", self.to, time.unwrap_or_default())
     }
 
     /// Tells how to go on. A time such as `1h` before now would mean another revision then.
@@ -168,11 +176,14 @@ impl<'a> Rewind<'a> {
             Format::Simple => format!("{text}\n"),
             Format::Json => {
                 let Count { puts, deletes, conflicts, revisions } = count;
-                let object = json!({
+                let mut object = json!({
                     "type": "summary", "to": self.to, "puts": puts, "deletes": deletes, "conflicts": conflicts.len(),
                     "revision": revisions.last().unwrap_or(&self.head),
                 });
-                format!("{object}\n")
+                if let Some(ms) = self.to_ms {
+                    object["toTime"] = json!(shown_time(ms));
+                }
+                json_line(&object)
             }
         };
         Ok(print(line.as_bytes())?)
@@ -386,7 +397,7 @@ impl<'a> Rewind<'a> {
                 let mut object = key_json(&pair.key);
                 object.insert("type".to_owned(), json!("conflict"));
                 object.insert("foundRevision".to_owned(), json!(pair.mod_revision));
-                format!("{}\n", Value::from(object))
+                json_line(&Value::from(object))
             }
         }
     }
@@ -408,7 +419,7 @@ impl<'a> Rewind<'a> {
                 object.insert("type".to_owned(), json!("conflict"));
                 object.insert("plannedRevision".to_owned(), json!(planned));
                 object.insert("foundRevision".to_owned(), json!(found));
-                format!("{}\n", Value::from(object))
+                json_line(&Value::from(object))
             }
         }
     }

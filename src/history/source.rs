@@ -28,7 +28,9 @@ use super::{
 };
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
-    datastore, server,
+    datastore,
+    hangup::hangups,
+    server,
     text::shown_time,
 };
 
@@ -83,7 +85,7 @@ pub(super) struct Session {
 #[error("{0}")]
 pub(super) struct TooEarly(String);
 
-/// A server in this process. SIGINT and SIGTERM remove its folder and end the process.
+/// A server in this process. SIGINT, SIGTERM and SIGHUP remove its folder and end the process.
 struct Local {
     stop: oneshot::Sender<()>,
     server: JoinHandle<std::result::Result<(), String>>,
@@ -139,11 +141,14 @@ impl Local {
 /// Waits for a signal and removes the folder. Returns the exit status that a shell reports for the signal. This runs on
 /// the server's thread, because the command's thread may wait for an answer on the terminal.
 async fn interrupted(folder: &Path) -> i32 {
-    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
-    let (Ok(mut interrupt), Ok(mut terminate)) = signals else { return std::future::pending().await };
+    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()), hangups());
+    let (Ok(mut interrupt), Ok(mut terminate), Ok(mut hangups)) = signals else {
+        return std::future::pending().await;
+    };
     let status = tokio::select! {
         _ = interrupt.recv() => 130,
         _ = terminate.recv() => 143,
+        Some(()) = async { hangups.as_mut()?.recv().await } => 129,
     };
     // The process ends whether or not it can be removed.
     std::fs::remove_dir_all(folder).ok();
@@ -212,33 +217,41 @@ impl Source {
         Ok(answer.map_err(|status| failed(&status))?.into_inner())
     }
 
-    /// Returns the revision of a point in time, which exists and can be read. The error is [`TooEarly`] if it is a time
-    /// before the first one that was recorded.
+    /// Returns the revision of a point in time; see [`Self::resolve`].
     pub(super) async fn revision_at(&self, point: Point) -> Result<i64> {
-        check_not_future(point)?;
+        Ok(self.resolve(point).await?.0)
+    }
+
+    /// Returns the revision of a point in time, which exists and can be read, and the time in milliseconds since 1970 if the
+    /// point is a time or a duration. A duration ends now by the clock that records times. The error is [`TooEarly`] if it is a
+    /// time before the first one that was recorded.
+    pub(super) async fn resolve(&self, point: Point) -> Result<(i64, Option<i64>)> {
         let state = self.state().await?;
-        let Some(unix_ms) = point.unix_ms() else {
-            let Point::Revision(revision) = point else { return Ok(state.revision) };
+        // Older servers do not tell the time.
+        let now_ms = if state.now_unix_ms == 0 { now_ms() } else { state.now_unix_ms };
+        check_not_future(point, now_ms)?;
+        let Some(unix_ms) = point.unix_ms(now_ms) else {
+            let Point::Revision(revision) = point else { return Ok((state.revision, None)) };
             check_readable(&state, revision)?;
-            return Ok(revision);
+            return Ok((revision, None));
         };
         if point == Point::Now {
-            return Ok(state.revision);
+            return Ok((state.revision, None));
         }
         let moment = async |client: &Client| client.history().moment(HistoryMomentRequest { unix_ms }).await;
         let answer = self.session.send(moment).await.map_err(|status| failed(&status))?.into_inner();
         let moment = answer.moment.ok_or_else(|| TooEarly(too_early(unix_ms, state.first_moment)))?;
         if answer.may_lack_revisions {
             return Err(format!(
-                "the newest revision at {} is not known: no times were recorded for some time after revision {}; name a \
-                 revision (`orlop history` shows them)",
+                "the newest revision at {} is not known: no times were recorded for some time after revision {}, or the \
+                 clock was set; name a revision (`orlop history` shows them)",
                 shown_time(unix_ms),
                 moment.revision
             )
             .into());
         }
         check_readable(&state, moment.revision)?;
-        Ok(moment.revision)
+        Ok((moment.revision, Some(unix_ms)))
     }
 
     /// Returns the pairs of a range as of a revision.
@@ -298,9 +311,8 @@ pub(super) fn failed(status: &Status) -> String {
 }
 
 /// Refuses a time in the future: most likely it is a local time, and means an earlier one.
-fn check_not_future(point: Point) -> Result<()> {
+fn check_not_future(point: Point, now_ms: i64) -> Result<()> {
     let Point::UnixMs(unix_ms) = point else { return Ok(()) };
-    let now_ms = now_ms();
     if unix_ms <= now_ms + CLOCK_DIFFERENCE_MAX_MS {
         return Ok(());
     }

@@ -40,13 +40,13 @@ impl FromStr for Point {
 }
 
 impl Point {
-    /// Returns the time in milliseconds since 1970; `None` for a revision.
-    pub(super) fn unix_ms(self) -> Option<i64> {
+    /// Returns the time in milliseconds since 1970, as is `now_ms`; `None` for a revision.
+    pub(super) fn unix_ms(self, now_ms: i64) -> Option<i64> {
         match self {
             Self::Revision(_) => None,
             Self::UnixMs(ms) => Some(ms),
-            Self::Ago(age) => Some(now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX))),
-            Self::Now => Some(now_ms()),
+            Self::Ago(age) => Some(now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX))),
+            Self::Now => Some(now_ms),
         }
     }
 }
@@ -58,6 +58,14 @@ pub(super) fn now_ms() -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn durations_are_before_the_given_now() {
+        for (text, expected) in [("7", None), ("2s", Some(8_000)), ("now", Some(10_000)), ("1970-01-01", Some(0))] {
+            let point: Point = text.parse().expect("a point");
+            assert_eq!(point.unix_ms(10_000), expected, "{text}");
+        }
+    }
 
     #[test]
     fn points_are_parsed() {

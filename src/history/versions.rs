@@ -19,7 +19,7 @@ use super::{
     time::Point,
 };
 use crate::{
-    output::{Format, Reader, print_to_reader},
+    output::{Format, Reader, json_line, print_to_reader},
     text::shown_time,
 };
 
@@ -308,7 +308,7 @@ impl Printer<'_> {
         let args = self.args;
         let shown = || (!change.deleted).then(|| Shown::of(&pair.value, args.output.view()));
         let text = match args.output.write_out {
-            Format::Json => format!("{}\n", version_json(&pair, shown().as_ref(), &change)),
+            Format::Json => json_line(&version_json(&pair, shown().as_ref(), &change)),
             Format::Simple if args.brief => heading(&pair, &change),
             Format::Simple => heading(&pair, &change) + &indented(&self.changed(&pair, shown()).await?),
         };

@@ -8,21 +8,22 @@
 mod line_breaks;
 mod memory;
 mod metadata;
+mod request_body;
 pub mod split;
 mod text;
 
-use std::{convert::Infallible, future::poll_fn, sync::Arc};
+use std::{convert::Infallible, sync::Arc};
 
 use axum::{
     Router,
-    body::{Body, BodyDataStream},
+    body::Body,
     extract::{Path, Request, State},
     http::{HeaderMap, Method, StatusCode, header},
     response::{IntoResponse as _, Response},
     routing::any,
 };
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
-use futures_util::{Stream, StreamExt as _, stream};
+use futures_util::stream;
 use http_body_util::BodyExt as _;
 use prost::Message as _;
 use prost_reflect::{
@@ -34,14 +35,12 @@ use tower::ServiceExt as _;
 use self::{
     memory::{Memory, Reserved},
     metadata::metadata,
+    request_body::{next, read_body, request_frames},
     split::Values,
     text::Text,
 };
 use crate::{
-    api::{
-        grpc::frame::{FRAME_HEADER_BYTES, announced_len},
-        status::{message_too_large, request_too_late, too_many_requests},
-    },
+    api::grpc::frame::{FRAME_HEADER_BYTES, announced_len},
     net::Remote,
 };
 use orlop_core::overload::{PartialRequest, PartialRequests};
@@ -236,59 +235,6 @@ fn frame(message: &DynamicMessage) -> Bytes {
     bytes.freeze()
 }
 
-/// Reads a whole body of at most `bytes_max`.
-async fn read_body(mut body: BodyDataStream, partial: &mut PartialRequest, bytes_max: usize) -> Result<Text, Status> {
-    let mut text = Text::default();
-    while let Some(data) = next(&mut body, partial).await? {
-        if text.len() + data.len() > bytes_max {
-            return Err(message_too_large(text.len() + data.len(), bytes_max));
-        }
-        text.push(&data);
-        partial.set_bytes(text.len()).map_err(|_| too_many_requests())?;
-    }
-    Ok(text)
-}
-
-/// Returns the next data of a body.
-///
-/// # Errors
-///
-/// If the message is not complete within its deadline, or the body cannot be read.
-async fn next(body: &mut BodyDataStream, partial: &mut PartialRequest) -> Result<Option<Bytes>, Status> {
-    tokio::select! {
-        data = body.next() => data.transpose().map_err(|error| Status::invalid_argument(error.to_string())),
-        _ = poll_fn(|context| partial.poll_deadline(context)) => Err(request_too_late()),
-    }
-}
-
-/// Converts concatenated JSON values to frames; `data` is the beginning of the body. Each value is converted as soon as it is complete.
-fn request_frames(
-    body: BodyDataStream,
-    data: Bytes,
-    kind: MessageDescriptor,
-    memory: Memory,
-    partial: PartialRequest,
-    values: Values,
-) -> impl Stream<Item = Result<Bytes, axum::Error>> {
-    let start = (body, kind, memory, partial, values, data);
-    stream::try_unfold(start, |(mut body, kind, memory, mut partial, mut values, mut data)| async move {
-        loop {
-            if let Some(text) = values.next(&mut data).map_err(axum::Error::new)? {
-                let framed = json_to_frame(kind.clone(), text, &memory).await.map_err(axum::Error::new)?;
-                // The next message has its own deadline.
-                partial.set_bytes(0).map_err(|_| axum::Error::new(too_many_requests()))?;
-                return Ok(Some((framed, (body, kind, memory, partial, values, data))));
-            }
-            partial.set_bytes(values.buffered_bytes()).map_err(|_| axum::Error::new(too_many_requests()))?;
-            match next(&mut body, &mut partial).await.map_err(axum::Error::new)? {
-                Some(more) => data = more,
-                None if values.buffered_bytes() == 0 => return Ok(None),
-                None => return Err(axum::Error::new(Values::incomplete())),
-            }
-        }
-    })
-}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StreamState {
     Open,
@@ -440,10 +386,6 @@ fn http_status(code: Code) -> StatusCode {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
-    use tokio::time::sleep;
-
     use super::*;
 
     #[test]
@@ -459,33 +401,17 @@ mod tests {
         assert_eq!(PATHS.len(), methods - 1 + 3);
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn each_message_of_a_stream_has_its_own_deadline() {
-        let pieces = stream::iter(["{}{", "}{", "}{", "}"]).then(|piece| async move {
-            sleep(Duration::from_secs(40)).await;
-            Ok::<_, Infallible>(piece)
-        });
-        let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
-        let kind = pool.get_message_by_name("etcdserverpb.WatchRequest").expect("a message");
-        let body = Body::from_stream(pieces).into_data_stream();
-        let partial = PartialRequest::new(&Arc::default());
-        let read: Vec<_> =
-            request_frames(body, Bytes::new(), kind, Memory::default(), partial, Values::new(1_000)).collect().await;
-        assert!(read.len() == 4 && read.iter().all(Result::is_ok), "{read:?}");
-    }
-
+    /// A peer without a user can use up the memory of partial requests.
     #[tokio::test]
-    async fn body_of_the_longest_message_is_read_and_a_longer_one_is_refused() {
-        const MESSAGE_BYTES_MAX: usize = 2 << 20;
-        let gateway = Gateway::new(DescriptorPool::new(), Router::new(), Arc::default(), MESSAGE_BYTES_MAX);
-        let base64_bytes = MESSAGE_BYTES_MAX.div_ceil(3) * 4;
-        for (len, is_read) in
-            [(base64_bytes, true), (gateway.json_bytes_max, true), (gateway.json_bytes_max + 1, false)]
-        {
-            let mut partial = PartialRequest::new(&gateway.partial_requests);
-            let body = Body::from(vec![b' '; len]).into_data_stream();
-            let read = read_body(body, &mut partial, gateway.json_bytes_max).await;
-            assert_eq!(read.is_ok(), is_read, "{len} bytes");
-        }
+    async fn complete_request_needs_no_memory_of_partial_requests() {
+        let all = Arc::default();
+        let mut others = PartialRequest::new(&all);
+        assert!(others.set_bytes(1 << 30).is_err(), "all memory is used");
+        let empty_message = async || Body::from(vec![0; FRAME_HEADER_BYTES]);
+        let grpc = Router::new().fallback(empty_message);
+        let gateway = routes(grpc, Arc::clone(&all), 2 << 20).expect("descriptors");
+        let request = http::Request::post("/v3/maintenance/status").body(Body::from("{}")).expect("a request");
+        let Ok(response) = gateway.oneshot(request).await;
+        assert_eq!(response.status(), StatusCode::OK);
     }
 }

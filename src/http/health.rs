@@ -6,7 +6,7 @@
 //! could not write either, and this one serves reads.
 
 use super::NO_SNIFF;
-use crate::{api::status::from_store, logging::LogLimit};
+use crate::api::status::from_store;
 use std::{sync::Arc, time::Duration};
 
 use axum::{
@@ -21,6 +21,7 @@ use tracing::warn;
 
 use orlop_core::{
     log::{Alarm, AlarmKind},
+    log_limit::LogLimit,
     store::{Error, Store, request::Consistency},
 };
 

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::{self, Write},
+    os::unix::fs::{MetadataExt as _, fchown},
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
@@ -11,8 +12,9 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use tracing_subscriber::fmt::MakeWriter;
 
+use super::stream::{Notice, Stream};
 use crate::config::Settings;
-use orlop_core::{clock, files::folder_of};
+use orlop_core::{clock, files::folder_of, private};
 
 /// The settings of etcd's `--log-rotation-config-json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -38,11 +40,14 @@ const MAX_SIZE_DEFAULT: u64 = 100;
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// All places to which the log is written.
-pub(super) struct Outputs(Vec<Output>);
+pub(super) struct Outputs {
+    places: Vec<Output>,
+    notice: Notice,
+}
 
 enum Output {
-    Stderr,
-    Stdout,
+    Stderr(Stream<io::Stderr>),
+    Stdout(Stream<io::Stdout>),
     File(Mutex<LogFile>),
 }
 
@@ -56,25 +61,30 @@ impl Outputs {
         let rotation = if settings.enable_log_rotation { Some(rotation(settings)?) } else { None };
         let open = |place: &String| match place.as_str() {
             // etcd's name for journald, which reads standard error.
-            "default" | "stderr" | "systemd/journal" => Ok(Output::Stderr),
-            "stdout" => Ok(Output::Stdout),
+            "default" | "stderr" | "systemd/journal" => Ok(Output::Stderr(Stream::new(io::stderr()))),
+            "stdout" => Ok(Output::Stdout(Stream::new(io::stdout()))),
             file => LogFile::open(file.into(), rotation).map(|file| Output::File(Mutex::new(file))),
         };
-        let mut outputs: Vec<Output> = settings.log_outputs.0.iter().map(open).collect::<Result<_, String>>()?;
-        if outputs.is_empty() {
-            outputs.push(Output::Stderr);
+        let mut places: Vec<Output> = settings.log_outputs.0.iter().map(open).collect::<Result<_, String>>()?;
+        if places.is_empty() {
+            places.push(Output::Stderr(Stream::new(io::stderr())));
         }
-        match outputs.as_slice() {
+        match places.as_slice() {
             [Output::File(_)] => {}
             _ if rotation.is_none() => {}
             _ => return Err("enable-log-rotation requires a single file path in log-outputs".to_owned()),
         }
-        Ok(Self(outputs))
+        Ok(Self { places, notice: super::text_notice })
     }
 
     /// Returns whether the log is written to standard error alone.
     pub(super) fn is_stderr(&self) -> bool {
-        self.0.iter().all(|output| matches!(output, Output::Stderr))
+        self.places.iter().all(|output| matches!(output, Output::Stderr(_)))
+    }
+
+    /// Reports lost lines in this form.
+    pub(super) fn with_notice(self, notice: Notice) -> Self {
+        Self { notice, ..self }
     }
 }
 
@@ -103,10 +113,10 @@ impl<'a> MakeWriter<'a> for Outputs {
 impl Write for &Outputs {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let mut outcome = Ok(text.len());
-        for output in &self.0 {
+        for output in &self.places {
             let written = match output {
-                Output::Stderr => io::stderr().write_all(text),
-                Output::Stdout => io::stdout().write_all(text),
+                Output::Stderr(stream) => stream.write(text, self.notice),
+                Output::Stdout(stream) => stream.write(text, self.notice),
                 Output::File(file) => file.lock().write(text),
             };
             outcome = written.and(outcome);
@@ -132,7 +142,7 @@ struct LogFile {
 impl LogFile {
     fn open(path: PathBuf, rotation: Option<Rotation>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("log-outputs: cannot open {}: {error}", path.display());
-        let file = File::options().create(true).append(true).open(&path).map_err(failed)?;
+        let file = private::file_options().append(true).open(&path).map_err(failed)?;
         let bytes = file.metadata().map_err(failed)?.len();
         Ok(Self { path, file, bytes, rotation, is_torn: false })
     }
@@ -183,7 +193,9 @@ impl LogFile {
         {
             return Err(error);
         }
-        self.file = File::options().create(true).append(true).open(&self.path)?;
+        let file = private::file_options().append(true).open(&self.path)?;
+        keep_access(&self.file, &file);
+        self.file = file;
         (self.bytes, self.is_torn) = (0, false);
         let mut old = old_files(&self.path)?;
         old.sort_by_key(|(modified, _)| std::cmp::Reverse(*modified));
@@ -196,6 +208,17 @@ impl LogFile {
         }
         Ok(())
     }
+}
+
+/// Gives a new file the group and the mode of the one before, so that a program which may read the log can go on. If the
+/// group cannot be kept, the new file stays private.
+fn keep_access(before: &File, file: &File) {
+    let kept = before.metadata().and_then(|before| {
+        fchown(file, None, Some(before.gid()))?;
+        file.set_permissions(before.permissions())
+    });
+    // The log cannot tell of its own file.
+    drop(kept);
 }
 
 /// Returns `etcd` and `.log` of `logs/etcd.log`.
@@ -222,6 +245,8 @@ fn old_files(path: &Path) -> io::Result<Vec<(SystemTime, PathBuf)>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     #[test]
@@ -238,6 +263,27 @@ mod tests {
             assert_eq!(fs::metadata(&path).unwrap().len(), half.len() as u64);
         }
         assert!(folder.path().join("orlop-notes.log").exists());
+    }
+
+    #[test]
+    fn new_file_has_the_mode_of_the_rotated_one() {
+        let rotation = Rotation { maxsize: 1, ..Rotation::default() };
+        for given in [None, Some(0o640)] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("orlop.log");
+            if let Some(given) = given {
+                File::create(&path).unwrap().set_permissions(fs::Permissions::from_mode(given)).unwrap();
+            }
+            let mut log = LogFile::open(path.clone(), Some(rotation)).unwrap();
+            for _ in 0..2 {
+                log.write(&vec![b'x'; 600 << 10]).unwrap();
+            }
+            let rotated = old_files(&path).unwrap().remove(0).1;
+            for file in [&path, &rotated] {
+                let mode = fs::metadata(file).unwrap().mode() & 0o777;
+                assert_eq!(mode, given.unwrap_or(0o600), "{}", file.display());
+            }
+        }
     }
 
     #[test]
@@ -285,6 +331,6 @@ mod tests {
     fn log_without_outputs_is_written_to_stderr() {
         let settings = Settings { log_outputs: crate::config::List::default(), ..Settings::default() };
         let outputs = Outputs::open(&settings).unwrap();
-        assert!(matches!(outputs.0.as_slice(), [Output::Stderr]));
+        assert!(matches!(outputs.places.as_slice(), [Output::Stderr(_)]));
     }
 }

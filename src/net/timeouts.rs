@@ -18,7 +18,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use crate::logging::LogLimit;
+use orlop_core::log_limit::LogLimit;
 
 /// Maximum time until a client has sent [`FIRST_BYTES`] or receives a response.
 const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(10);

@@ -66,7 +66,8 @@ impl Listeners {
         stopping: &watch::Receiver<bool>,
         servers: &mut JoinSet<()>,
     ) {
-        let clients = connections(settings, ConnectionLimit::for_clients(), endpoints.store.steps());
+        let page = (!settings.console_listen_url.0.is_empty()).then(ConnectionLimit::for_pages);
+        let clients = connections(settings, ConnectionLimit::for_clients(page.as_ref()), endpoints.store.steps());
         for listener in self.clients {
             servers.spawn(listener.serve(services.clone(), clients.clone(), stopping.clone()));
         }

@@ -2,6 +2,7 @@
 //! archived rows, if the snapshot has an archive.
 
 use clap::ValueEnum;
+use orlop_objects::without_hazards;
 
 use super::Status;
 
@@ -30,7 +31,7 @@ pub(super) fn text(status: &Status, format: Format) -> String {
             if let Some(rows) = archived_rows {
                 json["archivedRows"] = (*rows).into();
             }
-            json.to_string()
+            without_hazards(json.to_string())
         }
         Format::Table => table(&[
             ("HASH", format!("{hash:x}")),

@@ -21,6 +21,7 @@ use tonic::{Code, Status};
 use super::{
     Content, Error, Result, checksum, dated::DatedFolder, file_error, import::has_archive, new_file_in, publish,
 };
+use crate::hangup::hangups;
 use orlop_core::{clock::now, files::folder_of};
 
 /// Maximum time between two pieces of a snapshot. A server with a large store may take long before it sends the first one.
@@ -214,21 +215,12 @@ async fn in_time<T>(answer: impl Future<Output = std::result::Result<T, Status>>
 fn interrupted() -> std::io::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // A handler would undo `nohup`.
-    let mut hangup = if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) };
+    let mut hangups = hangups()?;
     Ok(async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
-            Some(()) = async { hangup.as_mut()?.recv().await } => {}
+            Some(()) = async { hangups.as_mut()?.recv().await } => {}
         }
     })
-}
-
-/// Returns whether the process was started to ignore SIGHUP, as `nohup` does.
-fn ignores_hangup() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    // SIGHUP is signal 1, the lowest bit.
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }

@@ -179,10 +179,7 @@ async fn command_on_a_database_has_no_quota(backend: Backend) {
     let Some(mut server) = server_with_a_megabyte(backend).await else { return };
     Client::connect(server.endpoint()).await.kv.put(put("kept", b"small".into())).await.expect("there is space");
     assert!(server.terminate().await.success());
-    let datastore = server
-        .datastore()
-        .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
-    let mut command = orlop(["rewind", "kept", "--to", "2", "--yes", "--datastore-endpoint", &datastore]);
+    let mut command = orlop(["rewind", "kept", "--to", "2", "--yes", "--datastore-endpoint", &server.url()]);
     let output = run(command.env("ORLOP_QUOTA_BACKEND_BYTES", "500000"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     server.restart().await;

@@ -9,10 +9,10 @@ use std::{
     },
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use tonic::Code;
 
-use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, eventually, everything};
+use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, all, eventually, everything};
 
 const CLIENTS: usize = 6;
 const CUTS: usize = 300;
@@ -58,7 +58,6 @@ async fn interrupted_commits_keep_acknowledged_writes_and_apply_no_refused_write
     println!("{cuts_by_kind:?}: {} acknowledged, {} refused, {unknown} unknown", acknowledged.len(), refused.len());
     assert!(unknown > CUTS / 2 && acknowledged.len() >= CUTS, "enough commits were interrupted, and enough succeeded");
 
-    let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let answer = eventually("a read", async || client.clone().kv.range(all()).await).await.into_inner();
     let head = answer.header.expect("a header").revision;
     let stored: BTreeMap<String, i64> =

@@ -23,12 +23,8 @@ use tokio::{
 
 use crate::support::{
     Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, on_both_backends, orlop_program,
-    run_async, send_signal, skip,
+    run_async, send_signal, skip, text,
 };
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a temporary path is text")
-}
 
 async fn run(program: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(program);
@@ -337,14 +333,13 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     assert_eq!(found.count, 1);
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn failed_scheduled_snapshots_are_logged_and_counted() {
+async fn failed_scheduled_snapshots_are_logged_and_counted(backend: Backend) {
     let home = TempDir::new().expect("a folder");
     let file = home.path().join("file");
     fs::write(&file, "").expect("a file can be written");
     let folder = file.join("backup");
     let flags = ["--snapshot-interval", "1s", "--snapshot-dir", text(&folder)];
-    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     eventually("two failures", async || {
         let failures = server.metric("orlop_snapshot_failures_total").await;
         if failures >= 2.0 { Ok(()) } else { Err(failures) }
@@ -358,10 +353,9 @@ async fn failed_scheduled_snapshots_are_logged_and_counted() {
     eventually("a snapshot", async || snapshots(&folder).pop().ok_or(())).await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn restart_does_not_take_an_additional_snapshot() {
+async fn restart_does_not_take_an_additional_snapshot(backend: Backend) {
     let flags = ["--snapshot-interval", "1h"];
-    let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
+    let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let folder = server.data_dir().join("snapshots");
     let first = eventually("the first snapshot", async || snapshots(&folder).pop().ok_or(())).await;
     server.terminate().await;
@@ -400,4 +394,6 @@ on_both_backends!(
     saved_file_is_complete_and_private,
     newest_files_in_a_folder_are_kept,
     server_saves_snapshots_at_an_interval,
+    failed_scheduled_snapshots_are_logged_and_counted,
+    restart_does_not_take_an_additional_snapshot,
 );

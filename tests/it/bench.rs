@@ -7,7 +7,7 @@ use std::{process::Output, time::Duration};
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use serde_json::Value;
 
-use crate::support::{Backend, Client, Postgres, Server, etcd_tool, orlop, run, run_within, skip};
+use crate::support::{Backend, Client, Postgres, Server, all, etcd_tool, orlop, run, run_within, skip};
 
 const OPERATIONS: u64 = 50;
 /// Maximum time of a run. Some runs start several servers.
@@ -35,8 +35,7 @@ fn parsed(arguments: &[&str], output: &Output) -> Value {
 
 /// Returns the existing keys and the current revision.
 async fn keys(client: &mut Client) -> (Vec<String>, i64) {
-    let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), keys_only: true, ..Default::default() };
-    let answer = client.kv.range(all).await.expect("a range").into_inner();
+    let answer = client.kv.range(RangeRequest { keys_only: true, ..all() }).await.expect("a range").into_inner();
     let keys = answer.kvs.iter().map(|kv| String::from_utf8_lossy(&kv.key).into_owned()).collect();
     (keys, answer.header.expect("a header").revision)
 }

@@ -10,7 +10,7 @@ use std::{
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        AlarmRequest, AlarmType, CompactionRequest, LeaseGrantRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+        AlarmRequest, AlarmType, CompactionRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest,
         request_op::Request,
     },
     mvccpb::KeyValue,
@@ -22,7 +22,9 @@ use sqlx::{
 use tempfile::TempDir;
 use tonic::Code;
 
-use crate::support::{Backend, Client, DEADLINE, Lines, Postgres, Server, ended, eventually, orlop, run, run_within};
+use crate::support::{
+    Backend, Client, DEADLINE, Lines, Postgres, Server, Started, all, ended, eventually, orlop, run, run_within,
+};
 
 /// SQLite's page size in bytes.
 pub const PAGE: usize = 4_096;
@@ -67,9 +69,8 @@ async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
 }
 
 async fn everything(endpoint: &str) -> Result<Vec<KeyValue>, tonic::Status> {
-    let range = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     let mut client = Client::connect(endpoint).await;
-    client.kv.range(range).await.map(|answer| answer.into_inner().kvs)
+    client.kv.range(all()).await.map(|answer| answer.into_inner().kvs)
 }
 
 /// Starts Orlop on a file of these bytes. Returns the pairs that it serves, or its error output.
@@ -90,8 +91,7 @@ async fn start_on(file: &Path) -> Start {
     let endpoint = format!("sqlite://{}", file.display());
     let flags =
         ["--listen-client-urls", "http://127.0.0.1:0", "--log-level", "error", "--datastore-endpoint", &endpoint];
-    let mut process =
-        orlop(flags).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("orlop is built with the tests");
+    let mut process = Started::spawn(orlop(flags).stdout(Stdio::piped()).stderr(Stdio::piped()));
     // The server prints a line or ends.
     let line = Lines::of(process.stdout.take().expect("stdout is piped")).next();
     let found = match line {

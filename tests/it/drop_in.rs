@@ -1,5 +1,7 @@
 //! Orlop in the place of the process `etcd`: flags, variables, configuration file, addresses and log.
 
+mod kubeadm;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -12,9 +14,10 @@ use rustix::process::Signal;
 use crate::{
     start::{check_refused, run},
     support::{
-        Backend, Client, DEADLINE, Lines, Place, Server, ended, etcd_tool, eventually, free_port, http, http_get,
-        on_both_backends, orlop_program, run_within, send_signal, skip,
+        Backend, Client, DEADLINE, Lines, Place, Server, Started, ended, etcd_tool, eventually, free_port, http,
+        http_get, on_both_backends, orlop_program, run_within, send_signal, skip,
     },
+    torture::preload::{EIO, Field, Preload, WAL},
 };
 
 /// Where a program finds a setting, and values that are accepted or refused there, depending on the kind of the setting.
@@ -235,14 +238,9 @@ async fn variables_of_etcd_are_read(backend: Backend) {
         ("ORLOP_DATABASE_URL", "postgres://host/db"),
     ];
     let environment = variables.map(|(name, value)| (name.to_owned(), value.into())).to_vec();
-    let datastore = match backend {
-        Backend::Sqlite => None,
-        Backend::Postgres => match crate::support::Postgres::shared().await {
-            Some(postgres) => Some(postgres.create_database()),
-            None => return,
-        },
-    };
-    let server = Server::orlop_at(datastore, &[], Place { environment, ..Place::default() }).await;
+    let home = tempfile::tempdir().expect("a folder");
+    let Some(datastore) = backend.empty_database(home.path(), "orlop.db").await else { return };
+    let server = Server::orlop_at(Some(datastore), &[], Place { environment, ..Place::default() }).await;
     check_member(&server, "from Orlop's variable", 12_345_678).await;
     let log = server.log();
     let unrecognized = ["unrecognized environment variable", "ETCD_UNSUPPORTED_ARCH", "ORLOP_DATABASE_URL"];
@@ -325,7 +323,13 @@ fn log_is_json_and_can_go_to_a_file() {
 }
 
 async fn commits_need_no_sync_if_that_is_asked_for(backend: Backend) {
-    let Some(server) = Server::orlop_with(backend, &["--unsafe-no-fsync"]).await else { return };
+    let (home, preload) = (tempfile::tempdir().expect("a folder"), Preload::build());
+    let Some(datastore) = backend.empty_database(home.path(), "orlop.db").await else { return };
+    let place = Place { environment: preload.environment(), ..Place::default() };
+    let server = Server::orlop_at(Some(datastore), &["--unsafe-no-fsync"], place).await;
+    // A sync of SQLite's WAL would fail.
+    preload.set(Field::SyncErrno, EIO);
+    preload.set(Field::SyncFiles, WAL);
     let mut client = Client::connect(server.endpoint()).await;
     client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
     assert!(server.log().contains("unsafe-no-fsync: commits are not synced"), "{}", server.log());
@@ -375,13 +379,9 @@ async fn shown(program: &Path, arguments: &[&str]) -> Shown {
     let metrics = format!("http://127.0.0.1:{}", free_port());
     let fill = |text: &&str| text.replace("CLIENT", &client).replace("PEER", &peer).replace("METRICS", &metrics);
     fs::write(home.path().join("k3s.yml"), fill(&K3S_FILE)).expect("a file can be written");
-    let mut process = Command::new(program)
-        .args(arguments.iter().map(fill))
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the program can be started");
+    let mut start = Command::new(program);
+    start.args(arguments.iter().map(fill)).current_dir(home.path()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = Started::spawn(&mut start);
     let lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     eventually("the health of the server", async || {
         let address = client.trim_start_matches("http://");

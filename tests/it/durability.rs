@@ -20,11 +20,11 @@ use orlop_core::{
     types::{KeyRange, LeaseId, Revision},
 };
 use orlop_sql::SqliteLog;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
 use sqlx::{Connection as _, PgConnection, SqliteConnection};
 use tonic::Code;
 
-use crate::support::{Backend, Client, Random, Server, eventually, on_both_backends, wait_for_writes};
+use crate::support::{Backend, Client, Random, Server, all, eventually, on_both_backends, wait_for_writes};
 
 const CLIENTS: usize = 24;
 /// Number of acknowledged writes per round before the server is stopped.
@@ -127,8 +127,7 @@ async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop
 
 async fn check(endpoint: &str, acknowledged: &Acknowledged) {
     let mut client = Client::connect(endpoint).await;
-    let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
-    let answer = client.kv.range(everything).await.expect("the server takes a range").into_inner();
+    let answer = client.kv.range(all()).await.expect("the server takes a range").into_inner();
     let head = answer.header.expect("an answer has a header").revision;
     let text = |key: &[u8]| String::from_utf8(key.to_vec()).expect("keys are text");
     let stored: Acknowledged = answer.kvs.iter().map(|kv| (text(&kv.key), kv.mod_revision)).collect();

@@ -4,7 +4,7 @@
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, PutRequest, RangeRequest};
@@ -14,7 +14,7 @@ use tonic::Code;
 
 use crate::{
     start::run,
-    support::{Client, Lines, Place, Postgres, Server, database_name, ended, orlop, send_signal, skip, user},
+    support::{Client, Lines, Place, Postgres, Server, Started, database_name, ended, orlop, send_signal, skip, user},
 };
 
 /// Starts orlop with the arguments. The start must fail; returns its error output.
@@ -207,17 +207,6 @@ async fn role_that_does_not_own_the_tables_is_warned_and_told_the_remedy() {
     check_contains(refused.message(), &[&text, &format!("whose owner is {restorer}")]);
 }
 
-/// A running pgbouncer, stopped when dropped.
-pub struct Pooler(Child);
-
-impl Drop for Pooler {
-    fn drop(&mut self) {
-        // It fails only if the process has already ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Returns whether pgbouncer is installed.
 pub fn has_pooler() -> bool {
     let is_installed = Command::new("pgbouncer").arg("--version").output().is_ok_and(|output| output.status.success());
@@ -229,7 +218,7 @@ pub fn has_pooler() -> bool {
 
 /// Starts pgbouncer with a pool mode before the server on a port. Returns the process and the endpoint that connects
 /// through it.
-pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -> (Pooler, String) {
+pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -> (Started, String) {
     let port = crate::support::free_port();
     let name = database_name(endpoint);
     fs::write(home.join("users.txt"), format!("\"{name}\" \"pass word\"\n")).expect("a file can be written");
@@ -245,8 +234,8 @@ pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -
     assert!(Command::new("chown").arg("-R").arg(name).arg(home).status().is_ok_and(|status| status.success()));
     let mut command = Command::new(as_user[0]);
     command.args(&as_user[1..]).arg("pgbouncer").arg(&file).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut pooler = Pooler(command.spawn().expect("pgbouncer can be started"));
-    let mut lines = Lines::of(pooler.0.stderr.take().expect("stderr is piped"));
+    let mut pooler = Started::spawn(&mut command);
+    let mut lines = Lines::of(pooler.stderr.take().expect("stderr is piped"));
     assert!(lines.any(|line| line.contains("process up")), "pgbouncer starts");
     let direct = format!("127.0.0.1:{server_port}");
     (pooler, endpoint.replace(&direct, &format!("127.0.0.1:{port}")))
@@ -281,11 +270,8 @@ async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
 fn start_ends_at_sigterm_while_postgres_is_away() {
     let home = tempfile::tempdir().expect("a folder");
     let endpoint = format!("postgres://a@127.0.0.1:{}/b", crate::support::free_port());
-    let mut process = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &endpoint])
-        .current_dir(home.path())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("orlop is built with the tests");
+    let mut start = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", &endpoint]);
+    let mut process = Started::spawn(start.current_dir(home.path()).stderr(Stdio::piped()));
     let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     assert!(lines.any(|line| line.contains("cannot connect yet")), "the database is away");
     send_signal(process.id(), Signal::TERM);

@@ -13,7 +13,7 @@ use tokio::{
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 
 use crate::support::{
-    Answer, Authority, Backend, Certificate, Client, DEADLINE, Server, http, http_with, on_both_backends, skip,
+    Answer, Authority, Backend, Certificate, Client, DEADLINE, Server, http, http_with, on_both_backends, skip, text,
 };
 
 /// The calls are made in this order.
@@ -221,10 +221,6 @@ async fn unreadable_watch_ends_with_its_error(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let answer = http(server.endpoint(), "POST", "/v3/watch", "x").await;
     assert!(answer.body.contains("\"error\""), "{answer:?}");
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a temporary path is text")
 }
 
 /// A browser with a client certificate.

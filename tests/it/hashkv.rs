@@ -25,10 +25,7 @@ async fn hash(client: &mut Client, revision: i64) -> Result<(u32, i64), (Code, S
 
 /// Runs `orlop hashkv` on the store of a server. Returns its output or error.
 fn offline(server: &Server, flags: &[&str]) -> String {
-    let datastore = server
-        .datastore()
-        .map_or_else(|| format!("sqlite://{}", server.data_dir().join("orlop.db").display()), str::to_owned);
-    let output = run(orlop(["hashkv", "--datastore-endpoint", &datastore]).args(flags));
+    let output = run(orlop(["hashkv", "--datastore-endpoint", &server.url()]).args(flags));
     let text = if output.status.success() { output.stdout } else { output.stderr };
     String::from_utf8(text).expect("text")
 }

@@ -12,7 +12,10 @@ use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection,
     sqlite::{SqliteConnectOptions, SqliteJournalMode},
 };
-use tokio::task::JoinSet;
+use tokio::{
+    task::JoinSet,
+    time::{sleep, timeout},
+};
 
 use crate::{
     support::{
@@ -224,15 +227,20 @@ async fn sqlite_on_a_disk_that_cannot_sync_is_an_outage() {
     no_outage_is_shown(&server).await;
 }
 
+/// Returns whether tests run that last longer than the watchdog's limit, which is a minute.
+fn runs_slow_tests() -> bool {
+    ["CI", "ORLOP_SLOW_TESTS"].into_iter().any(|variable| std::env::var_os(variable).is_some())
+}
+
 /// A hanging database cannot be distinguished from a slow one. A restart would not help, so the watchdog must not
-/// mistake waiting for the database for a stuck event loop. With slow tests enabled the outage lasts longer than the
+/// mistake waiting for the database for a stuck event loop. Where slow tests run, the outage lasts longer than the
 /// watchdog's limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_database_does_not_trigger_the_watchdog() {
     let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let client = Client::connect(server.endpoint()).await;
-    let outage = Duration::from_secs(if std::env::var_os("ORLOP_SLOW_TESTS").is_some() { 100 } else { 10 });
+    let outage = Duration::from_secs(if runs_slow_tests() { 100 } else { 10 });
     let paused = postgres.pause();
     let began = Instant::now();
     let mut refused = 0;
@@ -256,6 +264,46 @@ async fn hung_database_does_not_trigger_the_watchdog() {
     for task in ["writer", "follower", "expiry", "compactor", "heads", "renewals", "runtime"] {
         assert!(metrics.contains(&format!("\norlop_stuck_tasks{{task=\"{task}\"}} 0\n")), "{task}: {metrics}");
     }
+}
+
+/// Waits until /livez has a status. This may take as long as the disk hangs.
+async fn live_becomes(server: &Server, status: u16) {
+    let changed = async {
+        while http_get(server.endpoint(), "/livez").await.status != status {
+            sleep(Duration::from_secs(1)).await;
+        }
+    };
+    let changed = timeout(Duration::from_secs(180), changed).await;
+    changed.unwrap_or_else(|_| panic!("/livez has not become {status}: {}", server.log_tail()));
+}
+
+/// No deadline ends a call of the kernel that hangs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hung_disk_triggers_the_watchdog() {
+    if !runs_slow_tests() {
+        println!("skipped: no ORLOP_SLOW_TESTS, and this takes a minute and a half");
+        return;
+    }
+    let preload = Preload::build();
+    let place = Place { environment: preload.environment(), ..Place::default() };
+    let server = Server::orlop_at(None, &[], place).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    preload.set(Field::SyncDelayMs, 85_000);
+    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
+    let written = tokio::spawn(async move { client.kv.put(put).await });
+    eventually("a sync that hangs", async || match preload.get(Field::SyncsDelayed) {
+        0 => Err("no sync"),
+        _ => Ok(()),
+    })
+    .await;
+    // Later syncs do not hang.
+    preload.set(Field::SyncDelayMs, 0);
+    assert_eq!(http_get(server.endpoint(), "/livez").await.status, 200);
+    live_becomes(&server, 503).await;
+    let live = http_get(server.endpoint(), "/livez").await.body;
+    assert!(live.contains("[-]progress failed: writer has made no progress for "), "{live}");
+    live_becomes(&server, 200).await;
+    written.await.expect("the put ends").expect("the put succeeds");
 }
 
 on_both_backends!(probes_respond_as_in_etcd,);

@@ -1,5 +1,6 @@
 //! History that outlasts compactions: states and changes of the past, retention, and restarts.
 
+mod clocks;
 mod commands;
 mod damage;
 mod model;
@@ -309,41 +310,6 @@ async fn times_are_not_of_a_later_start(backend: Backend) {
     }
 }
 
-/// Otherwise no time would be known until the wrong one has come, and no row would be deleted because of its age.
-async fn clock_that_was_set_back_is_believed(backend: Backend) {
-    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
-    let mut client = Client::connect(server.endpoint()).await;
-    let mut model = Model::new();
-    let begin = put_until_recorded(&mut client, &mut model).await;
-    // As if the clock had been ten years ahead.
-    Place::archive_of(&server).execute("UPDATE kv_time SET at = at + 315360000000").await;
-    let time = put_until_recorded(&mut client, &mut model).await;
-    assert!((begin..begin + 600_000).contains(&time), "{time}, expected a time soon after {begin}");
-    let request = HistoryMomentRequest { unix_ms: time + 1_000 };
-    let moment = client.history.moment(request).await.expect("a moment").into_inner().moment;
-    assert_eq!(moment.map(|moment| moment.revision), Some(model.head()));
-}
-
-/// Otherwise a time that the clock reaches again would be that of a revision from before the clock was set back.
-async fn times_of_a_clock_that_was_ahead_are_corrected(backend: Backend) {
-    const HOUR_MS: i64 = 3_600_000;
-    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
-    let mut client = Client::connect(server.endpoint()).await;
-    let mut model = Model::new();
-    let begin = put_until_recorded(&mut client, &mut model).await;
-    let before = model.head();
-    // As if the clock had been an hour ahead.
-    Place::archive_of(&server).execute("UPDATE kv_time SET at = at + 3600000").await;
-    let time = put_until_recorded(&mut client, &mut model).await;
-    assert!((begin..begin + HOUR_MS / 6).contains(&time), "{time}, expected a time soon after {begin}");
-    for (unix_ms, expected) in [(begin + HOUR_MS, Some(model.head())), (begin - 1, None)] {
-        let moment = client.history.moment(HistoryMomentRequest { unix_ms }).await.expect("an answer").into_inner();
-        assert_eq!(moment.moment.map(|moment| moment.revision), expected, "{unix_ms}");
-    }
-    // It is known only that the revisions before were written by then.
-    assert_eq!(time_of(&client, before).await, 0);
-}
-
 /// `rewind` to such a time could bring back an older state than that of the time.
 async fn time_at_which_nobody_recorded_times_is_uncertain(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &KEEP).await else { return };
@@ -473,7 +439,5 @@ on_both_backends!(
     time_at_which_nobody_recorded_times_is_uncertain,
     revisions_have_times,
     times_are_not_of_a_later_start,
-    clock_that_was_set_back_is_believed,
-    times_of_a_clock_that_was_ahead_are_corrected,
     invalid_requests_are_refused,
 );

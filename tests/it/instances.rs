@@ -14,7 +14,7 @@ use sqlx::{Connection as _, PgConnection, postgres::PgListener};
 use tokio::task::JoinSet;
 use tonic::Code;
 
-use crate::support::{Client, Postgres, Server, Stream, eventually, everything};
+use crate::support::{Client, Postgres, Server, Stream, all, eventually, everything};
 
 /// Instances of one store, named a, b, c.
 async fn instances<const N: usize>() -> Option<[(Server, Client); N]> {
@@ -480,7 +480,6 @@ async fn stale_writer_does_not_change_history() {
             Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status:?}"),
         }
     }
-    let all = || RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
     for client in [&mut a, &mut b] {
         let answer = client.kv.range(all()).await.expect("a range").into_inner();
         assert_eq!(answer.header.expect("a header").revision, last, "the resumed instance appended nothing");

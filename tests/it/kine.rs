@@ -13,7 +13,7 @@ use sqlx::{Connection as _, PgConnection};
 use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
-use crate::support::{Backend, Client, Server, Stream, eventually, everything, home, on_both_backends, prints};
+use crate::support::{Backend, Client, Server, Stream, all, eventually, everything, home, on_both_backends, prints};
 
 /// Key, create revision, mod revision, version and value of a pair.
 type Pair<'a> = (&'a str, i64, i64, i64, &'a str);
@@ -42,7 +42,7 @@ impl Imported {
 
     /// Returns all pairs at a revision, 0 for the newest, and the newest revision.
     async fn range(&mut self, revision: i64) -> (Vec<KeyValue>, i64) {
-        let range = RangeRequest { key: vec![0].into(), range_end: vec![0].into(), revision, ..Default::default() };
+        let range = RangeRequest { revision, ..all() };
         let answer = self.client.kv.range(range).await.expect("a range").into_inner();
         (answer.kvs, answer.header.expect("a header").revision)
     }

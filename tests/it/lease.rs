@@ -19,7 +19,7 @@ use tonic::Code;
 use crate::{
     check::{Place, open_log},
     support::{
-        Backend, Client, DEADLINE, Link, NetworkState, Postgres, Server, Stream, eventually, everything, http,
+        Backend, Client, DEADLINE, Link, NetworkState, Postgres, Server, Stream, all, eventually, everything, http,
         on_both_backends, orlop, run,
     },
 };
@@ -93,8 +93,7 @@ async fn keys_expire_with_the_lease_of_their_last_put(backend: Backend) {
     let gone: Vec<_> =
         gone.iter().map(|event| event.kv.as_ref().expect("a pair")).map(|kv| (&kv.key[..], kv.mod_revision)).collect();
     assert_eq!(gone, [(&b"a"[..], 9), (&b"b"[..], 9), (&b"c"[..], 9)], "in one revision, in the order of the keys");
-    let left = client.kv.range(RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }).await;
-    assert_eq!(left.expect("a range").into_inner().count, 2);
+    assert_eq!(client.kv.range(all()).await.expect("a range").into_inner().count, 2);
 }
 
 /// The server reads the keys in several steps and sends them in several chunks.
@@ -145,8 +144,7 @@ async fn lease_expires_only_without_renewal(backend: Backend) {
     // Two puts and the expiry.
     events.read_until(4).await;
     assert!(granted.elapsed() >= Duration::from_secs(LEFT_TTL.unsigned_abs()), "never early");
-    let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
-    let kvs = client.kv.range(all).await.expect("a range").into_inner().kvs;
+    let kvs = client.kv.range(all()).await.expect("a range").into_inner().kvs;
     assert_eq!(kvs.iter().map(|kv| &kv.key[..]).collect::<Vec<_>>(), [b"kept"]);
     assert!(!keeping.is_finished(), "the lease was renewed until now");
     keeping.abort();

@@ -191,6 +191,8 @@ fn check_gauges(backend: Backend, before: &BTreeMap<String, f64>, after: &BTreeM
     assert!(after["process_network_receive_bytes_total"] > before["process_network_receive_bytes_total"]);
     let has_disk = after.get("orlop_disk_free_bytes").is_some_and(|free| *free > 0.0);
     assert_eq!(has_disk, backend == Backend::Sqlite, "the disk of Postgres is unknown");
+    let has_wal = after.get("orlop_sqlite_wal_bytes").is_some_and(|bytes| *bytes > 0.0);
+    assert_eq!(has_wal, backend == Backend::Sqlite);
     for name in ["orlop_postgres_synchronous_replication", "orlop_postgres_standbys"] {
         let expected = (backend == Backend::Postgres).then_some(&0.0);
         assert_eq!(after.get(name), expected, "{name}");

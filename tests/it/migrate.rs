@@ -8,7 +8,7 @@ mod stopped;
 use std::{
     fs::File,
     path::PathBuf,
-    process::{Child, ExitStatus},
+    process::ExitStatus,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -30,8 +30,8 @@ use crate::{
         put,
     },
     support::{
-        Backend, Client, Etcd, Link, Postgres, Random, Server, eventually, on_both_backends, orlop, prints, run,
-        send_signal,
+        Backend, Client, Etcd, Link, Postgres, Random, Server, Started, eventually, on_both_backends, orlop, prints,
+        run, send_signal,
     },
 };
 
@@ -60,13 +60,9 @@ impl Destination {
     fn migrate(&self, source: &str, flags: &[&str]) -> Migrator {
         let output = self.home.path().join("output");
         let file = File::create(&output).expect("a file");
-        let process = orlop(["migrate", "--from", source, "--datastore-endpoint", &self.datastore])
-            .args(flags)
-            .stdout(file.try_clone().expect("a descriptor"))
-            .stderr(file)
-            .spawn()
-            .expect("orlop is built with the tests");
-        Migrator { process, output }
+        let mut migrate = orlop(["migrate", "--from", source, "--datastore-endpoint", &self.datastore]);
+        migrate.args(flags).stdout(file.try_clone().expect("a descriptor")).stderr(file);
+        Migrator { process: Started::spawn(&mut migrate), output }
     }
 
     /// Copies the source as it is, and returns what the migration printed.
@@ -102,7 +98,7 @@ impl Destination {
 }
 
 struct Migrator {
-    process: Child,
+    process: Started,
     output: PathBuf,
 }
 
@@ -142,14 +138,6 @@ impl Migrator {
     async fn terminate(mut self) -> (ExitStatus, String) {
         self.signal();
         (self.ended().await, self.output())
-    }
-}
-
-impl Drop for Migrator {
-    fn drop(&mut self) {
-        // It has ended already unless the test failed.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 

@@ -1,16 +1,58 @@
-//! A database file of SQLite has one process, by whatever name it is opened.
+//! A database file of SQLite has one process, by whatever name it is opened, and the process has one file.
 
-use std::{os::unix::fs::symlink, path::Path};
+use std::{fs, os::unix::fs::symlink, path::Path};
 
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
+use orlop_core::supervise::EXIT_DISK_FAILED;
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, SnapshotRequest};
+use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 
 use crate::{
     start::run,
-    support::{Client, Server},
+    support::{Backend, Client, Server},
 };
 
 fn put() -> PutRequest {
     PutRequest { key: "k".into(), value: "value".into(), ..Default::default() }
+}
+
+/// Starts a server with one key.
+async fn server_with_a_key() -> Server {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
+    Client::connect(server.endpoint()).await.kv.put(put()).await.expect("a put");
+    server
+}
+
+async fn has_key(server: &Server, key: &str) -> bool {
+    let range = RangeRequest { key: key.to_owned().into(), ..Default::default() };
+    let found = Client::connect(server.endpoint()).await.kv.range(range).await.expect("a range");
+    found.into_inner().kvs.len() == 1
+}
+
+/// Returns whether the server sends a whole snapshot.
+async fn sends_snapshot(client: &mut Client) -> bool {
+    let Ok(snapshot) = client.maintenance.snapshot(SnapshotRequest {}).await else { return false };
+    let mut parts = snapshot.into_inner();
+    loop {
+        match parts.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => return true,
+            Err(_) => return false,
+        }
+    }
+}
+
+/// Writes a copy of the database without a WAL.
+async fn copy(database: &Path, to: &Path) {
+    let options = SqliteConnectOptions::new().filename(database).read_only(true);
+    let mut connection = options.connect().await.expect("the file opens");
+    let vacuum = sqlx::query("VACUUM INTO ?").bind(to.to_str().expect("a path")).execute(&mut connection).await;
+    vacuum.expect("a copy");
+    connection.close().await.expect("a connection can be closed");
+}
+
+#[track_caller]
+fn check_log(server: &Server, because: &str) {
+    assert!(server.log().contains(because), "{because}: {}", server.log_tail());
 }
 
 fn endpoint(file: &Path) -> String {
@@ -53,4 +95,57 @@ async fn link_to_the_file_is_followed() {
     let again = Server::orlop_on(&endpoint(&link), &[]).await;
     let kept = Client::connect(again.endpoint()).await.kv.put(put()).await.expect("a put").into_inner();
     assert_eq!(kept.header.expect("a header").revision, 3);
+}
+
+/// The lock and the WAL are beside the name by which a file was opened.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn file_that_is_used_by_another_of_its_names_is_refused() {
+    let mut server = server_with_a_key().await;
+    let link = server.data_dir().join("link.db");
+    fs::hard_link(server.data_dir().join("orlop.db"), &link).expect("a link can be made");
+    let home = tempfile::tempdir().expect("a folder");
+    let link = endpoint(&link);
+    let arguments = ["--datastore-endpoint", &link, "--listen-client-urls", "http://127.0.0.1:0"];
+    check_fails(home.path(), &arguments, "2 names (hard links)");
+    // A link that nobody uses, for example of a backup, prevents no start.
+    server.restart().await;
+    check_log(&server, "the database file has several names (hard links)");
+    assert!(has_key(&server, "k").await);
+}
+
+/// The server would write to a file that nobody finds, and the next server would add its WAL to another file.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_whose_file_is_replaced_ends_and_leaves_no_wal() {
+    let mut server = server_with_a_key().await;
+    let [file, other, moved] = ["orlop.db", "copy.db", "moved.db"].map(|name| server.data_dir().join(name));
+    copy(&file, &other).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    let late = PutRequest { key: "late".into(), ..put() };
+    client.kv.put(late).await.expect("a put");
+    fs::rename(&file, &moved).and_then(|()| fs::rename(&other, &file)).expect("a file can be replaced");
+    assert!(!sends_snapshot(&mut client).await, "it would be of the other file: {}", server.log_tail());
+    assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{}", server.log_tail());
+    check_log(&server, "the database file was replaced or removed while it was in use");
+
+    server.restart().await;
+    assert!(has_key(&server, "k").await && !has_key(&server, "late").await);
+    assert!(server.terminate().await.success());
+    // All acknowledged writes are in the file that was moved away.
+    fs::rename(&moved, &file).expect("a file can be replaced");
+    server.restart().await;
+    assert!(has_key(&server, "k").await && has_key(&server, "late").await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_without_its_file_or_lock_ends() {
+    let check = async |name: &str, because: &str| {
+        let mut server = server_with_a_key().await;
+        fs::remove_file(server.data_dir().join(name)).expect("a file can be removed");
+        assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{}", server.log_tail());
+        check_log(&server, because);
+    };
+    tokio::join!(
+        check("orlop.db", "the database file was replaced or removed while it was in use"),
+        check("orlop.db.lock", "the lock file was replaced or removed while it was in use"),
+    );
 }

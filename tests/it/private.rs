@@ -5,19 +5,20 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
 };
 
 use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::support::{Client, Lines, Postgres, ended, eventually, http_get, orlop_program, send_signal};
+use crate::support::{Client, Lines, Postgres, Started, ended, eventually, http_get, orlop_program, send_signal};
 
 /// An Orlop with its own folder; its output goes to files.
 struct Orlop {
+    /// Before its folder, so that the process has ended when the folder is removed.
+    process: Option<Started>,
     home: TempDir,
-    process: Option<Child>,
 }
 
 impl Orlop {
@@ -41,7 +42,7 @@ impl Orlop {
 
     /// Starts the server and returns its address.
     fn start(&mut self, umask: &str, arguments: &[&str], variables: &[(&str, &str)]) -> String {
-        let mut process = self.command(umask, arguments, variables).stdout(Stdio::piped()).spawn().expect("sh");
+        let mut process = Started::spawn(self.command(umask, arguments, variables).stdout(Stdio::piped()));
         let mut lines = Lines::of(process.stdout.take().expect("stdout is piped"));
         self.process = Some(process);
         let ready = lines.next().unwrap_or_else(|| panic!("the server did not start: {}", self.log()));
@@ -50,7 +51,7 @@ impl Orlop {
 
     /// Runs Orlop, which must exit with an error.
     fn fail(&self, arguments: &[&str], variables: &[(&str, &str)]) {
-        let process = self.command("022", arguments, variables).spawn().expect("sh");
+        let process = Started::spawn(&mut self.command("022", arguments, variables));
         let status = ended(process).status;
         assert!(matches!(status.code(), Some(1 | 2)), "{status:?}");
     }
@@ -68,14 +69,6 @@ impl Orlop {
     fn command_line(&self) -> String {
         let pid = self.process.as_ref().expect("the server runs").id();
         String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/cmdline")).expect("a process")).into_owned()
-    }
-}
-
-impl Drop for Orlop {
-    fn drop(&mut self) {
-        if let Some(process) = &mut self.process {
-            process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
-        }
     }
 }
 
@@ -117,7 +110,10 @@ async fn write(endpoint: &str) {
 async fn data_is_private_under_any_umask() {
     for umask in ["000", "022", "077"] {
         let mut orlop = Orlop::new();
-        let flags = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
+        let server = ["--data-dir", "a/data", "--listen-client-urls", "http://127.0.0.1:0", "--auto-tls"];
+        let flags = [&server[..], &["--log-outputs", "stderr,new.log,given.log"]].concat();
+        let given = fs::File::create(orlop.file("given.log")).expect("a file");
+        given.set_permissions(fs::Permissions::from_mode(0o640)).expect("a mode");
         for _ in 0..2 {
             write(&orlop.start(umask, &flags, &[])).await;
             // The folders a, data, fixtures and client; the certificate and its key; the database, its lock, its WAL
@@ -126,6 +122,8 @@ async fn data_is_private_under_any_umask() {
             orlop.stop();
         }
         assert!(!orlop.log().contains("chmod"), "{}", orlop.log());
+        assert_eq!(mode(&orlop.file("new.log")), 0o600);
+        assert_eq!(mode(&orlop.file("given.log")), 0o640, "a file that exists keeps its mode");
 
         // The folder of a restored snapshot.
         let flags = ["snapshot", "restore", "a/data/orlop.db", "--skip-hash-check", "--data-dir", "restored"];
@@ -243,7 +241,7 @@ async fn wrong_database_password_is_never_printed() {
     postgres.stop();
     let mut waiting = Orlop::new();
     let command = &mut waiting.command("022", &[&TRACE_FLAGS[..], &["--datastore-endpoint", &endpoint]].concat(), &[]);
-    waiting.process = Some(command.spawn().expect("sh"));
+    waiting.process = Some(Started::spawn(command));
     eventually("a second attempt", async || {
         if waiting.log().matches("cannot connect yet").count() >= 2 { Ok(()) } else { Err(waiting.log()) }
     })

@@ -10,7 +10,9 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Place, Postgres, Server, database_name, eventually, on_both_backends, prints};
+use crate::support::{
+    Backend, Client, Place, Postgres, Server, all, database_name, eventually, on_both_backends, prints,
+};
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
 const LOADED: &str = "saved index loaded";
@@ -51,7 +53,7 @@ struct Shown {
 
 async fn shown(server: &Server) -> Shown {
     let mut client = Client::connect(server.endpoint()).await;
-    let count = RangeRequest { key: "\0".into(), range_end: "\0".into(), count_only: true, ..Default::default() };
+    let count = RangeRequest { count_only: true, ..all() };
     let count = client.kv.range(count).await.expect("a count").into_inner();
     let head = count.header.expect("a header").revision;
     let mut hashes = Vec::new();

@@ -3,9 +3,14 @@
 
 use std::time::Duration;
 
-use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, LeaseGrantRequest, PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{
+    DefragmentRequest, LeaseGrantRequest, MemberListRequest, PutRequest, RangeRequest, StatusRequest,
+};
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
-use tokio::time::{Instant, sleep};
+use tokio::{
+    task::JoinSet,
+    time::{Instant, sleep},
+};
 
 use crate::support::{Client, Postgres, Server, database_name, eventually};
 
@@ -213,6 +218,66 @@ async fn defragmentation_waits_for_another_vacuum() {
     }
     other.close().await.expect("the lock is released");
     defragmenting.await.expect("no panic").expect("a defragmentation");
+}
+
+/// A list of the members needs no user, and each refresh of the list writes a heartbeat.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_list_the_members_share_heartbeats() {
+    const LISTS: usize = 500;
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &["--name", "only"]).await;
+    let count_beats = "CREATE SEQUENCE beats; \
+        CREATE FUNCTION count_beat() RETURNS trigger LANGUAGE plpgsql AS $$ \
+            BEGIN PERFORM nextval('beats'), pg_sleep(0.05); RETURN NULL; END $$; \
+        CREATE TRIGGER count_beats AFTER INSERT OR UPDATE ON member FOR EACH ROW EXECUTE FUNCTION count_beat()";
+    let mut other = executed(&server, count_beats).await;
+    let client = Client::connect(server.endpoint()).await;
+    let mut lists = JoinSet::new();
+    for _ in 0..LISTS {
+        let mut client = client.clone();
+        lists.spawn(async move { client.cluster.member_list(MemberListRequest::default()).await });
+    }
+    for list in lists.join_all().await {
+        let members = list.expect("a list").into_inner().members;
+        assert_eq!(members.iter().map(|member| &*member.name).collect::<Vec<_>>(), ["only"]);
+    }
+    let beats: i64 = sqlx::query_scalar("SELECT last_value FROM beats").fetch_one(&mut other).await.expect("a count");
+    assert!(beats < 100, "{beats} heartbeats for {LISTS} lists");
+}
+
+/// A status needs no user, either, and contains the size of the database.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_ask_for_the_status_share_a_connection() {
+    const STARTED: &str = "grpc_server_started_total\
+        {grpc_method=\"Status\",grpc_service=\"etcdserverpb.Maintenance\",grpc_type=\"unary\"}";
+    let Some(postgres) = Postgres::shared().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let database = database_name(server.datastore().expect("Postgres")).to_owned();
+    let client = Client::connect(server.endpoint()).await;
+    let other = executed(&server, "BEGIN; LOCK TABLE lease").await;
+    let mut calls = JoinSet::new();
+    for _ in 0..200 {
+        let mut client = client.clone();
+        calls.spawn(async move { client.maintenance.status(StatusRequest {}).await });
+    }
+    eventually("all calls", async || match server.metric(STARTED).await {
+        started if started >= 200.0 => Ok(()),
+        started => Err(started),
+    })
+    .await;
+    let waiting = format!(
+        "SELECT count(*) FROM pg_stat_activity \
+         WHERE datname = '{database}' AND wait_event_type = 'Lock' AND query LIKE '%pg_total_relation_size%'"
+    );
+    let waiting = eventually("a query of the size", async || match postgres.psql("postgres", &waiting).trim() {
+        "0" => Err("none"),
+        number => Ok(number.parse::<usize>().expect("a number")),
+    })
+    .await;
+    // The server itself may ask for the size, too, and a query that was given up still waits. The pool has 8 connections.
+    assert!(waiting <= 4, "{waiting} connections wait for the size of the database");
+    other.close().await.expect("the lock is released");
+    assert!(calls.join_all().await.iter().all(Result::is_ok));
 }
 
 /// Such as `sqlite3` in a transaction. The write has not begun, so it is repeated.

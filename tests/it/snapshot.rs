@@ -25,8 +25,8 @@ use tempfile::TempDir;
 use tokio::task::JoinSet;
 
 use crate::support::{
-    Backend, Client, Postgres, Random, Server, database_name, etcd_tool, eventually, on_both_backends, orlop, prints,
-    run, skip,
+    Backend, Client, Postgres, Random, Server, all, database_name, etcd_tool, eventually, on_both_backends, orlop,
+    prints, run, skip,
 };
 
 const WRITERS: u64 = 4;
@@ -79,7 +79,7 @@ pub async fn restored(backend: Backend, file: &Path, folder: &Path) -> Option<Se
 }
 
 async fn pairs(client: &mut Client, revision: i64) -> Vec<KeyValue> {
-    let range = RangeRequest { key: vec![0].into(), range_end: vec![0].into(), revision, ..Default::default() };
+    let range = RangeRequest { revision, ..all() };
     client.kv.range(range).await.expect("a range").into_inner().kvs
 }
 

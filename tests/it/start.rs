@@ -1,18 +1,19 @@
 //! A failed start exits promptly with status 1 and an error that names the remedy.
 
 use std::{
+    ffi::OsStr,
     fs,
+    os::unix::ffi::OsStrExt as _,
     path::Path,
     process::{Output, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{
-    MemberListRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
-};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use rustix::process::Signal;
 
 use crate::support::{
-    Backend, Client, DEADLINE, Disk, Lines, Place, Server, ended, orlop, orlop_program, run_within, send_signal,
+    Backend, Client, DEADLINE, Disk, Lines, Place, Server, Started, ended, orlop, orlop_program, run_within,
+    send_signal,
 };
 
 /// Runs orlop until it ends by itself.
@@ -191,19 +192,31 @@ fn errors_name_databases_that_cannot_be_opened() {
 /// Returns the message of a start that waits for its database, and ends the start.
 pub fn message_of_waiting_start(endpoint: &str) -> String {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
-    let mut process = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint])
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("orlop is built with the tests");
+    let mut start = orlop(["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint]);
+    start.current_dir(home.path()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = Started::spawn(&mut start);
     let mut lines = Lines::of(process.stderr.take().expect("stderr is piped"));
     let waiting = lines.find(|line| line.contains("cannot connect yet"));
-    process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
     waiting.expect("the reason is logged")
 }
 
 /// The start waits for the file as for a database that is not running, because a file may be mounted later.
+#[test]
+fn errors_name_paths_that_are_not_utf8() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let path = OsStr::from_bytes(b"a\xff");
+    let mut of_flag = orlop([OsStr::new("--data-dir"), path]);
+    let mut of_variable = orlop([""; 0]);
+    for (command, named) in [
+        (&mut of_flag, "for '--data-dir <FOLDER>': the path is not UTF-8"),
+        (of_variable.env("ORLOP_DATA_DIR", path), "for ORLOP_DATA_DIR: the path is not UTF-8"),
+    ] {
+        let output = run_within(DEADLINE, command.current_dir(home.path()));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(matches!(output.status.code(), Some(1 | 2)) && text.contains(named), "{text}");
+    }
+}
+
 #[test]
 fn start_that_waits_for_a_certificate_names_its_file() {
     let endpoint = "postgres://user:secret@127.0.0.1:1/db?sslmode=verify-full&sslrootcert=/nofile";
@@ -276,25 +289,6 @@ async fn wal_is_not_preallocated_if_that_would_fill_the_disk() {
     assert!(server.log().contains("cannot preallocate the WAL"), "{}", server.log_tail());
 }
 
-#[tokio::test]
-async fn flags_override_variables_and_variables_override_the_file() {
-    let home = tempfile::tempdir().expect("a temporary directory can be made");
-    let file = home.path().join("orlop.toml");
-    fs::write(&file, "name = \"file\"\nmax-txn-ops = 1\n").expect("a file can be written");
-    let file = file.to_str().expect("a temporary path is text");
-    let server = sqlite(&["--config-file", file, "--name", "flag"]).await;
-    let mut client = Client::connect(server.endpoint()).await;
-    let members =
-        client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner().members;
-    assert_eq!(members[0].name, "flag");
-    assert_eq!(members[0].client_ur_ls, [server.endpoint()]);
-    let range = RangeRequest { key: "k".into(), ..Default::default() };
-    let op = RequestOp { request: Some(Request::RequestRange(range)) };
-    let txn = TxnRequest { success: vec![op.clone(), op], ..Default::default() };
-    let refused = client.kv.txn(txn).await.expect_err("two operations are more than the file allows");
-    assert_eq!(refused.message(), "etcdserver: too many operations in txn request");
-}
-
 #[test]
 fn completions_end_quietly_if_the_reader_stops() {
     let mut process = orlop(["completions", "bash"])
@@ -307,72 +301,15 @@ fn completions_end_quietly_if_the_reader_stops() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
-/// The command line as kubeadm writes it into a control plane's manifest.
-#[tokio::test]
-async fn etcd_command_line_is_accepted() {
-    let flags = [
-        "--advertise-client-urls=http://10.0.0.1:2379",
-        "--feature-gates=InitialCorruptCheck=true",
-        "--initial-advertise-peer-urls=https://10.0.0.1:2380",
-        "--initial-cluster=node=https://10.0.0.1:2380",
-        "--initial-cluster-state=new",
-        "--listen-metrics-urls=http://127.0.0.1:0",
-        "--listen-peer-urls=https://10.0.0.1:2380",
-        "--peer-cert-file=/etc/kubernetes/pki/etcd/peer.crt",
-        "--peer-client-cert-auth=true",
-        "--peer-key-file",
-        "/etc/kubernetes/pki/etcd/peer.key",
-        "--snapshot-count=10000",
-        "--experimental-watch-progress-notify-interval=5s",
-        "--pre-vote",
-        "--raft-read-timeout=5s",
-        "--enable-log-rotation=false",
-        "-v2-deprecation",
-        "not-yet",
-        "--name=given twice",
-        "-name=node",
-        "--log-format=console",
-    ];
-    check_etcd_command_line(&flags).await;
-    check_etcd_command_line(&[&["serve"][..], &flags].concat()).await;
-}
-
-async fn check_etcd_command_line(arguments: &[&str]) {
-    let server = sqlite(arguments).await;
-    let mut client = Client::connect(server.endpoint()).await;
-    let list = client.cluster.member_list(MemberListRequest::default()).await.expect("members answer").into_inner();
-    assert_eq!((&*list.members[0].name, &*list.members[0].client_ur_ls[0]), ("node", "http://10.0.0.1:2379"));
-    let log = server.log_tail();
-    for ignored in [
-        "feature-gates",
-        "initial-cluster-state",
-        "peer-client-cert-auth",
-        "peer-key-file",
-        "pre-vote",
-        "raft-read-timeout",
-        "v2-deprecation",
-    ] {
-        assert!(log.contains(ignored), "{ignored} is named: {log}");
-    }
-    let deprecated =
-        "--experimental-watch-progress-notify-interval is deprecated; use --watch-progress-notify-interval";
-    assert!(log.contains(deprecated) && !log.contains("metrics"), "{log}");
-}
-
 #[tokio::test]
 async fn kine_listen_address_replaces_the_default_and_adds_to_others() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
     let run = |flags: &[&str]| {
-        let mut process = orlop(flags)
-            .current_dir(home.path())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("orlop is built with the tests");
+        let mut start = orlop(flags);
+        start.current_dir(home.path()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = Started::spawn(&mut start);
         let urls = Lines::of(process.stdout.take().expect("stdout is piped")).take(flags.len() / 2);
-        let urls: Vec<String> = urls.map(|line| line.rsplit(' ').next().unwrap_or_default().to_owned()).collect();
-        process.kill().and_then(|()| process.wait().map(drop)).expect("our child can be ended");
-        urls
+        urls.map(|line| line.rsplit(' ').next().unwrap_or_default().to_owned()).collect::<Vec<String>>()
     };
     let socket = format!("unix://{}", home.path().join("sock").display());
     let alone = run(&["--listen-address", "127.0.0.1:0"]);
@@ -423,13 +360,9 @@ fn service_manager_is_notified_of_start_and_stop() {
     let path = home.path().join("notify.sock");
     let socket = std::os::unix::net::UnixDatagram::bind(&path).expect("a socket can be bound");
     socket.set_read_timeout(Some(DEADLINE)).expect("a deadline can be set");
-    let process = orlop(["--listen-client-urls", "http://127.0.0.1:0"])
-        .env("NOTIFY_SOCKET", &path)
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("orlop is built with the tests");
+    let mut start = orlop(["--listen-client-urls", "http://127.0.0.1:0"]);
+    start.env("NOTIFY_SOCKET", &path).current_dir(home.path()).stdout(Stdio::null()).stderr(Stdio::null());
+    let process = Started::spawn(&mut start);
     let state = || {
         let mut text = [0; 64];
         let len = socket.recv(&mut text).expect("a notification in time");
@@ -439,20 +372,4 @@ fn service_manager_is_notified_of_start_and_stop() {
     send_signal(process.id(), Signal::TERM);
     assert_eq!(state(), "STOPPING=1");
     assert!(ended(process).status.success());
-}
-
-#[test]
-fn manual_page_and_completions_name_every_setting() {
-    let home = tempfile::tempdir().expect("a temporary directory can be made");
-    let help = String::from_utf8(run(home.path(), &["--help"], &[]).stdout).expect("help is text");
-    let flags: Vec<&str> = help.split_whitespace().filter(|word| word.starts_with("--")).collect();
-    assert!(flags.contains(&"--max-txn-ops") && flags.contains(&"--cert-file"));
-    for arguments in [&["man"][..], &["completions", "bash"], &["completions", "zsh"], &["completions", "fish"]] {
-        let output = run(home.path(), arguments, &[]);
-        assert!(output.status.success(), "{arguments:?}: {output:?}");
-        let text = String::from_utf8_lossy(&output.stdout).replace("\\-", "-");
-        for flag in ["max-txn-ops", "cert-file", "quota-backend-bytes"] {
-            assert!(text.contains(flag), "{arguments:?} names {flag}");
-        }
-    }
 }

@@ -41,7 +41,9 @@ pub use self::{
     mysql::MySql,
     patroni::{Patroni, Scope},
     postgres::{Postgres, database_name, free_port, psql, user},
-    program::{Lines, ended, memory_kib, orlop, orlop_program, prints, run, run_async, run_within, send_signal, wait},
+    program::{
+        Lines, Started, ended, memory_kib, orlop, orlop_program, prints, run, run_async, run_within, send_signal, wait,
+    },
     proxy::{Cut, Proxy},
     random::Random,
     server::{Place, Server, home},
@@ -138,6 +140,11 @@ pub fn env_number<T: FromStr<Err: Display>>(variable: &str) -> Option<T> {
 /// Returns the seed that `ORLOP_SEED` sets, or a random one.
 pub fn seed() -> u64 {
     env_number("ORLOP_SEED").unwrap_or_else(|| RandomState::new().hash_one(()) >> 16)
+}
+
+/// Returns a path as an argument of a command.
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("a temporary path is text")
 }
 
 /// Returns a request for all pairs.

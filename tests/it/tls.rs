@@ -16,13 +16,9 @@ use crate::{
     start::check_refused,
     support::{
         Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, eventually, free_port, http_get, orlop_program,
-        skip,
+        skip, text,
     },
 };
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a temporary path is text")
-}
 
 /// Starts a server with this certificate and with additional flags.
 async fn server(certificate: &Certificate, more: &[&str]) -> Server {

@@ -7,7 +7,7 @@ use opentelemetry_proto::tonic::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
         trace_service_server::{TraceService, TraceServiceServer},
     },
-    common::v1::any_value::Value,
+    common::v1::{KeyValue, any_value::Value},
     trace::v1::Span,
 };
 use orlop_wire::proto::client::etcdserverpb::{
@@ -155,9 +155,30 @@ async fn failed_request_reports_its_id(backend: Backend) {
     assert_eq!((line["id"].as_str(), line["code"].as_str()), (Some(id), Some("InvalidArgument")));
 }
 
+/// The process of a span.
+#[derive(Clone, Debug, PartialEq)]
+struct Service {
+    name: String,
+    /// Empty: none.
+    instance: String,
+}
+
+impl Service {
+    fn of(attributes: &[KeyValue]) -> Self {
+        let text = |key: &str| {
+            let attribute = attributes.iter().find(|attribute| attribute.key == key);
+            match attribute.and_then(|attribute| attribute.value.as_ref()?.value.clone()) {
+                Some(Value::StringValue(text)) => text,
+                _ => String::new(),
+            }
+        };
+        Self { name: text("service.name"), instance: text("service.instance.id") }
+    }
+}
+
 /// A collector of spans.
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
+struct Collector(Arc<Mutex<Vec<(Service, Span)>>>);
 
 #[tonic::async_trait]
 impl TraceService for Collector {
@@ -166,10 +187,7 @@ impl TraceService for Collector {
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
         for spans in request.into_inner().resource_spans {
-            let attributes = spans.resource.unwrap_or_default().attributes;
-            let service = attributes.into_iter().find(|attribute| attribute.key == "service.name");
-            let service = service.and_then(|service| service.value).and_then(|value| value.value);
-            let Some(Value::StringValue(service)) = service else { continue };
+            let service = Service::of(&spans.resource.unwrap_or_default().attributes);
             let spans = spans.scope_spans.into_iter().flat_map(|scope| scope.spans);
             self.0.lock().extend(spans.map(|span| (service.clone(), span)));
         }
@@ -188,7 +206,7 @@ impl Collector {
         address
     }
 
-    async fn spans(&self, count: usize) -> Vec<(String, Span)> {
+    async fn spans(&self, count: usize) -> Vec<(Service, Span)> {
         eventually("spans", async || {
             let spans = self.0.lock().clone();
             if spans.len() >= count { Ok(spans) } else { Err(spans.len()) }
@@ -224,8 +242,8 @@ async fn collector_receives_the_spans_of_a_call() {
     let spans = collector.spans(4).await;
     let (service, call) = spans.iter().find(|(_, span)| span.name == "etcdserverpb.KV/Put").expect("the call");
     assert_eq!(
-        (service.as_str(), hex(&call.trace_id), hex(&call.parent_span_id)),
-        ("orlop", TRACE.into(), CALLER.into())
+        (service, hex(&call.trace_id), hex(&call.parent_span_id)),
+        (&Service { name: "orlop".to_owned(), instance: String::new() }, TRACE.into(), CALLER.into())
     );
     assert!(call.attributes.iter().any(|attribute| attribute.key == "request_id"), "{call:?}");
     for part in ["queue", "evaluate", "commit"] {
@@ -236,6 +254,31 @@ async fn collector_receives_the_spans_of_a_call() {
         assert!(span.end_time_unix_nano <= call.end_time_unix_nano, "{part} is within the call");
     }
     assert_eq!(spans.iter().filter(|(_, span)| span.name.contains("Put")).count(), 1, "{spans:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn spans_name_the_service_and_its_instance_at_the_rate_that_is_set() {
+    let collector = Collector::default();
+    let address = collector.start().await;
+    let export = ["--enable-distributed-tracing", "--distributed-tracing-address", &address];
+    let names = ["--distributed-tracing-service-name", "shop", "--distributed-tracing-instance-id", "one"];
+    let rate = ["--distributed-tracing-sampling-rate", "1000000"];
+    let flags = [&export[..], &names, &rate].concat();
+    let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..3 {
+        client.kv.put(put("key")).await.expect("a put");
+    }
+    server.terminate().await;
+    let is_put = |span: &Span| span.name == "etcdserverpb.KV/Put";
+    let puts = eventually("the spans", async || {
+        let mut spans = collector.0.lock().clone();
+        spans.retain(|(_, span)| is_put(span));
+        if spans.len() >= 3 { Ok(spans) } else { Err(spans.len()) }
+    });
+    let puts = puts.await;
+    let service = Service { name: "shop".to_owned(), instance: "one".to_owned() };
+    assert!(puts.len() == 3 && puts.iter().all(|(found, _)| *found == service), "{puts:?}");
 }
 
 on_both_backends!(

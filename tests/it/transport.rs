@@ -16,7 +16,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use crate::{
-    hostile::wire::{END_STREAM, RST_STREAM, Wire, frame, message},
+    hostile::wire::{DATA, END_HEADERS, END_STREAM, HEADERS, RST_STREAM, Wire, frame, headers, message},
     support::{Backend, Client, Server, Stream, eventually, http, on_both_backends},
 };
 
@@ -153,6 +153,29 @@ async fn time_of_a_call_begins_with_its_whole_request(backend: Backend) {
     assert!(took < pause.as_secs_f64(), "{took} s");
 }
 
+/// A peer that has no user opens calls, sends a part of their requests, and resets them.
+async fn calls_that_never_arrive_are_not_logged(backend: Backend) {
+    const RANGE: &str = "/etcdserverpb.KV/Range";
+    let flags = ["--warning-unary-request-duration", "1ns"];
+    let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut wire = Wire::open(server.endpoint()).await;
+    let calls = (1..).step_by(2).take(20);
+    for stream in calls.clone() {
+        assert!(wire.send(&frame(HEADERS, END_HEADERS, stream, &headers(RANGE, &[]))).await);
+        assert!(wire.send(&frame(DATA, 0, stream, &[0, 0, 0, 0, 4])).await);
+    }
+    assert!(wire.answers_ping().await);
+    for stream in calls {
+        assert!(wire.send(&frame(RST_STREAM, 0, stream, &CANCEL)).await);
+    }
+    assert!(wire.answers_ping().await);
+    Client::connect(server.endpoint()).await.kv.put(put()).await.expect("a put");
+    server.terminate().await;
+    let log = server.log();
+    assert!(log.contains("etcdserverpb.KV/Put"), "a slow call is logged: {log}");
+    assert!(!log.contains("etcdserverpb.KV/Range"), "{log}");
+}
+
 on_both_backends!(
     connection_survives_calls_that_are_cancelled_during_a_pause,
     watch_survives_refused_requests_on_its_connection,
@@ -160,4 +183,5 @@ on_both_backends!(
     too_long_messages_have_etcds_error,
     unknown_methods_are_named,
     time_of_a_call_begins_with_its_whole_request,
+    calls_that_never_arrive_are_not_logged,
 );

@@ -24,8 +24,8 @@
 //! - [`watch`]: committed changes on their way to clients
 //! - [`store`]: requests, the writer that commits them in groups, the readers
 //! - [`overload`]: limits on time and memory under attack
-//! - [`metrics`], [`trace`], [`supervise`], [`watchdog`], [`mod@private`], [`files`], [`clock`]: counters, request
-//!   tracing, panics, stuck loops, file modes, file names, the wall clock
+//! - [`metrics`], [`trace`], [`log_limit`], [`supervise`], [`watchdog`], [`mod@private`], [`files`], [`clock`]: counters,
+//!   request tracing, how often messages are logged, panics, stuck loops, file modes, file names, the wall clock
 //! - [`sync`]: locks, which a scheduler replaces in tests of races
 //!
 //! Invariants:
@@ -44,6 +44,7 @@ pub mod files;
 pub mod index;
 pub mod lease;
 pub mod log;
+pub mod log_limit;
 pub mod metrics;
 pub mod overload;
 pub mod private;

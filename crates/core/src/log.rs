@@ -16,7 +16,7 @@ pub use self::{
     archive::{
         ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS,
         ARCHIVED_ROW_BYTES, Archive, ArchivePart, ArchiveState, ArchivedChanges, ArchivedMoment, ArchivedRow,
-        FrozenArchive, Moment, Order, PastRow, Time, Written,
+        ClockStep, FrozenArchive, Moment, Order, PastRow, Written,
     },
     inspect::{Depth, Facts, Inspect, StoredArchive, StoredArchivedRow, StoredLease, StoredMember, StoredRow, Table},
     read_set::ReadSet,
@@ -323,6 +323,8 @@ pub struct Size {
     pub in_use: i64,
     /// Bytes that are free on the database's disk; `None` if that is unknown.
     pub disk_free: Option<u64>,
+    /// Bytes of SQLite's WAL, which `total` does not contain; `None` on other databases.
+    pub wal: Option<u64>,
 }
 
 /// Number of database connections for reads.

@@ -287,6 +287,7 @@ metrics! {
         alarms: IntGaugeVec "etcd_debugging_server_alarms" ["server_id", "alarm_type"], "1 for each active alarm.";
         tasks: IntGauge "go_goroutines", "Tasks of the asynchronous runtime.";
         disk_free: IntGaugeVec "orlop_disk_free_bytes", "Free bytes on the disk of the SQLite database.";
+        wal_bytes: IntGaugeVec "orlop_sqlite_wal_bytes", "Bytes of the WAL of the SQLite database.";
         certificate_expiry: IntGaugeVec "orlop_tls_certificate_expiry_timestamp_seconds",
             "Unix time at which the served certificate expires.";
         cache_bytes: IntGauge "orlop_value_cache_bytes", "Bytes of pairs in the value cache.";

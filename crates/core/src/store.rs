@@ -38,6 +38,7 @@ mod members;
 mod open;
 mod page_check;
 mod permissions;
+mod queries;
 mod queue;
 mod quota;
 mod reader;

@@ -7,17 +7,21 @@
 //!
 //! Only the panic hook ([`log_panics`]) knows the place of a panic; the code that catches it knows the request.
 //!
-//! An error of the disk that only a restart can repair ends the process too ([`disk_failed`]).
+//! An error of the disk that only a restart can repair ends the process too ([`disk_failed`]), and so does a database file that
+//! was replaced.
 
 use std::{
     any::Any,
     cell::{Cell, RefCell},
     fmt,
+    io::{self, Write as _},
     ops::{Deref, DerefMut},
     panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, resume_unwind},
     pin::Pin,
+    sync::mpsc,
     task::{Context, Poll},
     thread,
+    time::Duration,
 };
 
 use prometheus::IntCounter;
@@ -159,15 +163,31 @@ fn end_process(task: &str, panic: &Panic) -> ! {
     const WHY: &str = "the server cannot continue without this task and exits. All acknowledged writes are in the log: \
                        restart the server, and report this error";
     error!(task, place = panic.place, message = panic.message, "{task} panicked; {WHY}");
-    eprintln!("orlop: {task}: {panic}; {WHY}");
+    print_last(format!("orlop: {task}: {panic}; {WHY}"));
     std::process::exit(EXIT_PANICKED)
 }
 
-/// Ends the process because of an error of the disk. As after a panic, all acknowledged writes are in the log.
+/// Ends the process because of its disk or files. After an error of the disk, as after a panic, all acknowledged writes are
+/// in the log.
 pub fn disk_failed(error: &std::io::Error, what: &str) -> ! {
     error!(%error, "{what}");
-    eprintln!("orlop: {what}: {error}");
+    print_last(format!("orlop: {what}: {error}"));
     std::process::exit(EXIT_DISK_FAILED)
+}
+
+/// Prints why the process ends to standard error. Waits at most a second for a reader, who may have stopped.
+pub fn print_last(text: String) {
+    const WAIT: Duration = Duration::from_secs(1);
+    let (printed, is_printed) = mpsc::channel();
+    let print = move || {
+        // If standard error is closed, nobody can read the text.
+        let _ = writeln!(io::stderr(), "{text}");
+        let _ = printed.send(());
+    };
+    if thread::Builder::new().spawn(print).is_ok() {
+        // Whether it was printed or not, the process ends.
+        let _ = is_printed.recv_timeout(WAIT);
+    }
 }
 
 /// A lock on state that must not be observed partly changed: if its holder panics, the process ends.

@@ -88,6 +88,8 @@ pub struct Trace {
     pub request_bytes: usize,
     /// When the last part of the request arrived, if the server had to wait for it.
     pub received: Option<Instant>,
+    /// Whether the server waits for a part of the request. A request that ends like this has never arrived completely.
+    pub is_awaited: bool,
     /// Number of pairs in the response to a range.
     pub pairs: Option<usize>,
     parts: [Duration; Part::ALL.len()],
@@ -96,7 +98,7 @@ pub struct Trace {
 impl Trace {
     fn new() -> Self {
         let (id, parts) = (RequestId::next(), Default::default());
-        Self { id, request: None, request_bytes: 0, received: None, pairs: None, parts }
+        Self { id, request: None, request_bytes: 0, received: None, is_awaited: false, pairs: None, parts }
     }
 
     pub fn add(&mut self, part: Part, took: Duration) {
@@ -145,10 +147,19 @@ pub fn add_request_bytes(bytes: usize) {
     let _ = CURRENT.try_with(|trace| trace.borrow_mut().request_bytes += bytes);
 }
 
+/// Records that the server waits for a part of the current request.
+pub fn set_awaited() {
+    // Outside of a request there is no trace.
+    let _ = CURRENT.try_with(|trace| trace.borrow_mut().is_awaited = true);
+}
+
 /// Records that a part of the current request has arrived for which the server had to wait.
 pub fn set_received() {
     // Outside of a request there is no trace.
-    let _ = CURRENT.try_with(|trace| trace.borrow_mut().received = Some(Instant::now()));
+    let _ = CURRENT.try_with(|trace| {
+        let mut trace = trace.borrow_mut();
+        (trace.received, trace.is_awaited) = (Some(Instant::now()), false);
+    });
 }
 
 /// Records the number of pairs in the response to the current request.

@@ -1,5 +1,7 @@
 //! Reads JSON as a tree, and writes a tree as JSON with two spaces of indentation, one line for each scalar.
 
+use std::fmt::Write as _;
+
 use serde_json::Value;
 
 use crate::{
@@ -120,12 +122,26 @@ fn block(out: &mut Lines, node: &Node, depth: usize, lead: &str, tail: &str) {
     }
 }
 
-/// Returns a text in quotes. `serde_json` escapes only the control characters of ASCII.
+/// Returns a text in quotes.
 fn quoted(text: &str) -> String {
-    let quoted = Value::String(text.to_owned()).to_string();
-    if !quoted.contains(is_hazard) {
-        return quoted;
+    without_hazards(Value::String(text.to_owned()).to_string())
+}
+
+/// Escapes the hazardous characters in JSON that `serde_json` has written in one line, so that all of them are in strings.
+/// `serde_json` escapes only the control characters of ASCII, and not DEL.
+pub fn without_hazards(json: String) -> String {
+    if !json.contains(is_hazard) {
+        return json;
     }
-    let escape = |c: char| if is_hazard(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() };
-    quoted.chars().map(escape).collect()
+    let mut escaped = String::with_capacity(json.len() + 16);
+    for c in json.chars() {
+        if is_hazard(c) {
+            let mut units = [0; 2];
+            // Writing to a string cannot fail.
+            c.encode_utf16(&mut units).iter().for_each(|unit| _ = write!(escaped, "\\u{unit:04x}"));
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
 }

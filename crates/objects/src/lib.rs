@@ -60,6 +60,7 @@ use serde_json::Value;
 
 pub use self::{
     diff::{Change, Diff, DiffLine, Hunk, Style, diff},
+    json::without_hazards,
     lines::{escaped, is_hazard},
 };
 use self::{

@@ -3,8 +3,8 @@
 use futures_util::{Stream, TryStreamExt as _};
 use orlop_core::{
     log::{
-        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedRow, Moment, PastRow, Result,
-        StoredArchivedRow,
+        ARCHIVE_PAGE_BYTES, ARCHIVE_PAGE_ROWS, ARCHIVED_ROW_BYTES, ArchiveState, ArchivedMoment, ArchivedRow,
+        ClockStep, Moment, PastRow, Result, StoredArchivedRow,
     },
     types::{Change, EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
@@ -17,6 +17,8 @@ use crate::{
 /// Number of rows that one call of [`orlop_core::log::Archive::prune`] deletes.
 pub(crate) const PRUNE_ROWS: i64 = 500;
 pub(crate) const FIRST_MOMENT: &str = "SELECT id, at FROM kv_time ORDER BY id LIMIT 1";
+pub(crate) const CLOCK_STEPS: &str = "SELECT s.id, s.at, \
+    (SELECT p.at FROM kv_time p WHERE p.id < s.id ORDER BY p.id DESC LIMIT 1) FROM kv_time s WHERE s.back ORDER BY s.id";
 
 /// The columns that [`page`] reads.
 macro_rules! archive_columns {
@@ -41,6 +43,19 @@ pub(crate) fn state((first, copied, bytes, rows): Facts) -> ArchiveState {
 /// Reads the columns `id, at`.
 pub(crate) fn moment((id, unix_ms): (i64, i64)) -> Moment {
     Moment { revision: Revision(id), unix_ms }
+}
+
+/// Reads the columns `id, at, gap`.
+pub(crate) fn archived_moment((id, unix_ms, has_gap): (i64, i64, bool)) -> ArchivedMoment {
+    ArchivedMoment { moment: moment((id, unix_ms)), has_gap }
+}
+
+/// Reads the columns of [`CLOCK_STEPS`]. A step whose moment before was deleted is none any more.
+pub(crate) fn clock_steps(rows: Vec<(i64, i64, Option<i64>)>) -> Vec<ClockStep> {
+    let step = |(id, to_ms, from_ms): (i64, i64, Option<i64>)| {
+        Some(ClockStep { revision: Revision(id), from_ms: from_ms?, to_ms })
+    };
+    rows.into_iter().filter_map(step).collect()
 }
 
 /// The columns that [`page`] reads for a visited key `v.key`, of its row `a`, which may be absent.

@@ -271,7 +271,7 @@ impl Log for PostgresLog {
             let in_use = read!(self.database, connection => space::in_use(connection))?;
             self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
         }
-        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0), disk_free: None })
+        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0), disk_free: None, wal: None })
     }
 
     fn connections(&self) -> Connections {

@@ -3,7 +3,7 @@
 //! Connections: one for writes, [`READERS_MAX`] for reads of the history, as many for reads of values and for the start
 //! ([`readers`]), one for checkpoints. The mode is WAL with `synchronous=FULL`, so a commit returns when the WAL is on
 //! disk. Other processes may read the database with SQL while Orlop runs. A lock on a separate file prevents a second
-//! Orlop process on the same database ([`lock`]).
+//! Orlop process on the same database ([`lock`]). The process ends if the file is replaced ([`identity`]).
 //!
 //! Checkpoints ([`checkpoint`]) and the return of free pages to the file system ([`vacuum`]) run in the background,
 //! never as part of a write.
@@ -14,6 +14,7 @@ mod checkpoint;
 mod close;
 mod defragment;
 mod foreign;
+mod identity;
 mod inspect;
 mod integrity;
 mod lease_times;
@@ -52,6 +53,7 @@ use self::{
     checkpoint::Checkpointer,
     close::close_readers,
     foreign::{refuse_etcd, refuse_kine, refuse_other_tables},
+    identity::Identity,
     integrity::{Damage, is_damage, unreadable, unwritable},
     lock::FileLock,
     readers::Readers,
@@ -105,8 +107,9 @@ pub struct SqliteLog {
     /// Remaining seconds of leases, recorded when the previous server stopped.
     lease_times: HashMap<LeaseId, f64>,
     damage: Damage,
+    identity: Arc<Identity>,
     /// Locked until the log is dropped.
-    _lock: FileLock,
+    _lock: Arc<FileLock>,
 }
 
 impl SqliteLog {
@@ -125,7 +128,7 @@ impl SqliteLog {
         let name = file.display();
         refuse_etcd(file)?;
         refuse_kine(file).await?;
-        let lock = lock_file(file)?;
+        let lock = Arc::new(lock_file(file)?);
         let open = |error: sqlx::Error| cannot_open(file, &error);
 
         check_length(file)?;
@@ -149,7 +152,8 @@ impl SqliteLog {
         let creation = if is_new { Self::creation_options(file) } else { options.clone() };
         let mut creator = creation.synchronous(synchronous).connect().await.map_err(open)?;
         schema::migrate(&mut creator, &name.to_string()).await?;
-        let settings = writer::Settings { file: file.to_owned(), durability };
+        let identity = Arc::new(Identity::new(file, &lock).map_err(|error| open(error.into()))?);
+        let settings = writer::Settings { file: file.to_owned(), durability, identity: Arc::clone(&identity) };
         let open_writer = |error: rusqlite::Error| cannot_open(file, &error);
         let writer = settings.connect().map_err(open_writer)?;
         // Not before: the last connection to a database deletes its WAL.
@@ -158,19 +162,14 @@ impl SqliteLog {
         if let Err(error) = wal::preallocate(file) {
             warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
-        let read_only = options.clone().pragma("query_only", "ON");
-        let readers = SqlitePoolOptions::new()
-            .max_connections(READERS_MAX)
-            .idle_timeout(None)
-            .max_lifetime(None)
-            .connect_with(read_only.clone())
-            .await
-            .map_err(open)?;
+        let read_only = options.clone().create_if_missing(false).pragma("query_only", "ON");
+        let readers = pool(&identity).connect_with(read_only.clone()).await.map_err(open)?;
         let settings = Arc::new(settings);
         let values = Readers::new(Arc::clone(&settings));
         let writer = Arc::new(Writer::new(settings, writer));
         let connection = options.connect().await.map_err(open)?;
-        let checkpointer = Checkpointer::start(connection, Arc::clone(&writer), file, durability);
+        let checkpointer =
+            Checkpointer::start(connection, Arc::clone(&writer), Arc::clone(&identity), file, durability);
         let checkpointer = Arc::new(checkpointer.map_err(|error| open(error.into()))?);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
         Ok(Self {
@@ -182,6 +181,7 @@ impl SqliteLog {
             vacuum,
             lease_times,
             damage: Damage::default(),
+            identity,
             _lock: lock,
         })
     }
@@ -205,6 +205,19 @@ impl SqliteLog {
             .disable_statement_logging();
         PRAGMAS.into_iter().fold(options, |options, (name, value)| options.pragma(name, value))
     }
+}
+
+/// Returns the options of a pool, each of whose connections is to the same file.
+fn pool(identity: &Arc<Identity>) -> SqlitePoolOptions {
+    let identity = Arc::clone(identity);
+    let options = SqlitePoolOptions::new().max_connections(READERS_MAX).idle_timeout(None).max_lifetime(None);
+    options.after_connect(move |_, _| {
+        let identity = Arc::clone(&identity);
+        Box::pin(async move {
+            identity.check_async().await;
+            Ok(())
+        })
+    })
 }
 
 fn cannot_open(file: &Path, error: &impl ResultCode) -> Error {
@@ -293,7 +306,7 @@ impl History for SqliteLog {
 #[async_trait]
 impl Log for SqliteLog {
     async fn freeze(&self) -> Result<Box<dyn History>> {
-        SqliteView::now(&self.options).await.map(|view| Box::new(view) as Box<dyn History>)
+        SqliteView::now(&self.options, &self.identity).await.map(|view| Box::new(view) as Box<dyn History>)
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
@@ -333,7 +346,8 @@ impl Log for SqliteLog {
 
     async fn size(&self, _: Precision) -> Result<Size> {
         let size = read::size(&mut *self.reader().await?).await?;
-        Ok(Size { disk_free: self.disk_free(), ..size })
+        let wal = Some(wal::file_bytes(self.options.get_filename()).await);
+        Ok(Size { disk_free: self.disk_free(), wal, ..size })
     }
 
     fn connections(&self) -> Connections {
@@ -349,7 +363,10 @@ impl Log for SqliteLog {
 
     /// A damaged page may hide rows, and the log without these rows may still be consistent.
     async fn check(&self) -> Result<()> {
-        integrity::check_beside_writes(&self.options, CHECK_WAL_GROWTH_MAX).await
+        let checked = integrity::check_beside_writes(&self.options, CHECK_WAL_GROWTH_MAX).await;
+        // Damage of another file is none of this log.
+        self.identity.check_async().await;
+        checked
     }
 
     async fn damaged(&self) -> String {

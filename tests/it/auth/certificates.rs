@@ -5,11 +5,7 @@ use std::{path::Path, process::Output};
 use tokio::{process::Command, time::timeout};
 
 use super::CHEAP;
-use crate::support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, skip};
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a temporary path is text")
-}
+use crate::support::{Authority, Backend, Certificate, DEADLINE, Server, etcd_tool, skip, text};
 
 async fn output(program: &Path, arguments: &[&str]) -> Output {
     let output = Command::new(program).env("ETCDCTL_API", "3").args(arguments).kill_on_drop(true).output();

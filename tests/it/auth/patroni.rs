@@ -4,7 +4,7 @@
 use orlop_wire::proto::client::etcdserverpb::{AuthEnableRequest, RangeRequest};
 
 use super::{CHEAP, DENIED, act_as, add_role, add_user, check_refused, get, grant_role, password};
-use crate::support::{Backend, Client, Patroni, Scope, Server};
+use crate::support::{Backend, Client, Patroni, Scope, Server, all};
 
 async fn patroni_uses_its_prefix_alone(backend: Backend) {
     if !Patroni::is_installed() {
@@ -24,8 +24,7 @@ async fn patroni_uses_its_prefix_alone(backend: Backend) {
     let patroni = Patroni::start(&Scope { etcd: server.endpoint(), login: &login, dcs: "" }, "one");
     patroni.wait_for("/primary").await;
     let _ = act_as(&mut client, "root").await;
-    let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), keys_only: true, ..Default::default() };
-    let keys = client.kv.range(all).await.expect("a range").into_inner().kvs;
+    let keys = client.kv.range(RangeRequest { keys_only: true, ..all() }).await.expect("a range").into_inner().kvs;
     let keys: Vec<_> = keys.iter().map(|kv| String::from_utf8_lossy(&kv.key)).collect();
     for key in ["/service/demo/config", "/service/demo/initialize", "/service/demo/leader"] {
         assert!(keys.iter().any(|found| found == key), "{keys:?}");

@@ -1,9 +1,6 @@
 //! The web page of a server, and a visitor who sends the requests of a browser and keeps cookies.
 
-use std::{
-    collections::BTreeMap,
-    process::{Child, Stdio},
-};
+use std::{collections::BTreeMap, process::Stdio};
 
 use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use percent_encoding::{NON_ALPHANUMERIC, percent_encode};
@@ -13,14 +10,14 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{Answer, Client, DEADLINE, Lines, memory_kib, orlop};
+use crate::support::{Answer, Client, DEADLINE, Lines, Started, memory_kib, orlop};
 
 /// Start of the line with the address of the page.
 const READY: &str = "orlop: the web page is at ";
 
 /// `orlop console`; dropping it ends the process.
 pub struct Page {
-    process: Child,
+    process: Started,
     pub url: String,
 }
 
@@ -29,7 +26,7 @@ impl Page {
     pub fn about(endpoint: &str, arguments: &[&str]) -> Self {
         let mut command = orlop(["console", "--endpoints", endpoint, "--listen-url", "http://127.0.0.1:0"]);
         command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut page = Self { process: command.spawn().expect("orlop starts"), url: String::new() };
+        let mut page = Self { process: Started::spawn(&mut command), url: String::new() };
         let line = Lines::of(page.process.stdout.take().expect("a pipe")).next().expect("a line");
         page.url = line.strip_prefix(READY).unwrap_or_else(|| panic!("not an address: {line}")).to_owned();
         page
@@ -42,13 +39,6 @@ impl Page {
     /// Returns the most memory that the process has used, in MiB.
     pub fn peak_mib(&self) -> u64 {
         memory_kib(self.process.id(), "VmHWM") >> 10
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        self.process.kill().ok();
-        self.process.wait().ok();
     }
 }
 

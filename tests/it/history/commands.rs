@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use super::{KEEP, changes, changes_of};
-use crate::support::{Backend, Client, DEADLINE, Server, eventually, on_both_backends, orlop_program, run_async};
+use crate::support::{Backend, Client, DEADLINE, Server, all, eventually, on_both_backends, orlop_program, run_async};
 
 /// Creates a command that is killed when it is dropped.
 pub(super) fn command(arguments: &[&str]) -> Command {
@@ -245,8 +245,7 @@ async fn rewind_writes_the_past_state(backend: Backend) {
 
 /// Returns key, value and lease of all pairs.
 async fn server_pairs(client: &mut Client) -> Vec<(Vec<u8>, Vec<u8>, i64)> {
-    let all = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
-    let kvs = client.kv.range(all).await.expect("a range").into_inner().kvs;
+    let kvs = client.kv.range(all()).await.expect("a range").into_inner().kvs;
     kvs.into_iter().map(|kv| (kv.key.to_vec(), kv.value.to_vec(), kv.lease)).collect()
 }
 

@@ -10,6 +10,7 @@ use tokio::{
 };
 
 use super::{commands::command, *};
+use crate::support::home;
 
 async fn number(connection: &mut PgConnection, sql: &'static str) -> Option<i64> {
     sqlx::query(sql).fetch_one(connection).await.expect("a row").get(0)
@@ -84,7 +85,10 @@ async fn command_beside_a_server_neither_leads_nor_is_listed() {
     let mut server = Server::orlop_on(&datastore, &[&KEEP[..], &["--name", "a"]].concat()).await;
     put(&mut Client::connect(server.endpoint()).await, &mut Model::new(), "a", "value").await;
     let follow = ["history", "a", "--follow", "--brief", "--datastore-endpoint", &datastore];
-    let mut process = command(&follow).stdout(Stdio::piped()).spawn().expect("orlop starts");
+    // The command is killed at the end, so its temporary folder remains.
+    let folder = home();
+    let mut process = command(&follow);
+    let mut process = process.env("TMPDIR", folder.path()).stdout(Stdio::piped()).spawn().expect("orlop starts");
     let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
     let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("the output is read");
     assert!(line.is_some_and(|line| line.starts_with("revision 2")));

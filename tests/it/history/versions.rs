@@ -8,7 +8,7 @@ use orlop_wire::proto::client::etcdserverpb::{
 use rustix::process::Signal;
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader},
-    process::Child,
+    process::{Child, Command},
     time::{sleep, timeout},
 };
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     auth::{CHEAP, act_as, enable, password},
-    support::{Backend, Client, DEADLINE, Server, eventually, home, on_both_backends, send_signal},
+    support::{Backend, Client, DEADLINE, Server, eventually, home, on_both_backends, orlop_program, send_signal},
 };
 
 async fn oldest_readable_version_is_printed(backend: Backend) {
@@ -165,17 +165,28 @@ async fn interrupted_command_leaves_no_folder(backend: Backend) {
         None => ("--data-dir", server.data_dir().display().to_string()),
     };
     server.terminate().await;
-    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+    // The tests may run with SIGHUP ignored.
+    let (usual, nohup) = (&["env", "--default-signal=HUP"][..], &["nohup"][..]);
+    for (starter, signals, status) in [
+        (usual, &[Signal::INT][..], 130),
+        (usual, &[Signal::TERM], 143),
+        (usual, &[Signal::HUP], 129),
+        (nohup, &[Signal::HUP, Signal::TERM], 143),
+    ] {
         let folder = home();
-        let mut process = command(&["history", "/a/", "--follow", flag, &place]);
-        let mut process = process.env("TMPDIR", folder.path()).stdout(Stdio::piped()).spawn().expect("orlop starts");
+        let mut process = Command::new(starter[0]);
+        process.args(&starter[1..]).arg(orlop_program()).args(["history", "/a/", "--follow", flag, &place]);
+        process.env("TMPDIR", folder.path()).stdout(Stdio::piped()).kill_on_drop(true);
+        let mut process = process.spawn().expect("orlop starts");
         let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
         let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line");
         assert!(line.is_some_and(|line| line.starts_with("revision 2")));
-        send_signal(process.id().expect("the command runs"), signal);
+        for signal in signals {
+            send_signal(process.id().expect("the command runs"), *signal);
+        }
         let ended = timeout(DEADLINE, process.wait()).await.expect("in time").expect("an exit status");
-        assert_eq!(ended.code(), Some(status), "{signal:?}");
-        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "{signal:?}");
+        assert_eq!(ended.code(), Some(status), "{starter:?} {signals:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0, "{starter:?} {signals:?}");
     }
 }
 

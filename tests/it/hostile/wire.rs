@@ -21,7 +21,7 @@ const GOAWAY: u8 = 7;
 pub const WINDOW_UPDATE: u8 = 8;
 pub const CONTINUATION: u8 = 9;
 pub const END_STREAM: u8 = 1;
-const ACK: u8 = 1;
+pub const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
 /// A connection that sends arbitrary bytes.

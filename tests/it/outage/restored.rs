@@ -6,7 +6,7 @@ use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use tokio::time::{sleep, timeout};
 
 use super::put_at;
-use crate::support::{Client, DEADLINE, Postgres, Server, database_name, eventually};
+use crate::support::{Client, DEADLINE, Postgres, Server, database_name, eventually, text};
 
 /// Runs a program of Postgres as the superuser.
 fn run(postgres: &Postgres, program: &str, arguments: &[&str]) {
@@ -17,10 +17,6 @@ fn run(postgres: &Postgres, program: &str, arguments: &[&str]) {
         .output()
         .expect("the program can be started");
     assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn text(file: &Path) -> &str {
-    file.to_str().expect("temporary files have UTF-8 names")
 }
 
 fn dump(postgres: &Postgres, database: &str, file: &Path) {

@@ -60,7 +60,7 @@ impl Patroni {
              postgresql:\n  listen: 127.0.0.1:{postgres_port}\n  connect_address: 127.0.0.1:{postgres_port}\n  \
              data_dir: {home}/data\n  pgpass: {home}/pgpass\n  bin_dir: {programs}\n  authentication:\n    \
              superuser: {{username: postgres, password: x}}\n    replication: {{username: rep, password: x}}\n  \
-             parameters: {{unix_socket_directories: {home}}}\n  basebackup: {{checkpoint: fast}}\n"
+             parameters: {{unix_socket_directories: {home}, dynamic_shared_memory_type: mmap}}\n  basebackup: {{checkpoint: fast}}\n"
         );
         fs::write(folder.path().join("patroni.yml"), configuration).expect("a file can be written");
         let (as_user, user) = user();

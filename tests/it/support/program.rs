@@ -4,6 +4,7 @@ use std::{
     ffi::{OsStr, OsString},
     fs,
     io::{BufRead as _, BufReader, Read},
+    ops::{Deref, DerefMut},
     process::{Child, Command, Output, Stdio},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
@@ -20,6 +21,47 @@ pub const COMMAND_TIME: Duration = Duration::from_secs(120);
 /// Returns Orlop's program: the one that `ORLOP_TEST_SERVER` names, or the one that was built with the tests.
 pub fn orlop_program() -> OsString {
     std::env::var_os("ORLOP_TEST_SERVER").unwrap_or_else(|| env!("CARGO_BIN_EXE_orlop").into())
+}
+
+/// A process that a test has started. Dropping it kills the process, so that none remains if the test fails.
+pub struct Started(Option<Child>);
+
+impl Started {
+    #[track_caller]
+    pub fn spawn(command: &mut Command) -> Self {
+        let process = command.spawn();
+        process.unwrap_or_else(|error| panic!("{command:?} cannot be started: {error}")).into()
+    }
+}
+
+impl From<Child> for Started {
+    fn from(process: Child) -> Self {
+        Self(Some(process))
+    }
+}
+
+impl Deref for Started {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        self.0.as_ref().expect("only `ended` takes the process")
+    }
+}
+
+impl DerefMut for Started {
+    fn deref_mut(&mut self) -> &mut Child {
+        self.0.as_mut().expect("only `ended` takes the process")
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.0 {
+            // It fails only if the process has already ended.
+            process.kill().ok();
+            process.wait().ok();
+        }
+    }
 }
 
 /// Returns a command that runs Orlop.
@@ -67,8 +109,9 @@ pub async fn run_async(command: tokio::process::Command) -> Output {
 /// # Panics
 /// If the process does not end within [`COMMAND_TIME`].
 #[track_caller]
-pub fn ended(process: Child) -> Output {
-    wait(COMMAND_TIME, process)
+pub fn ended(process: impl Into<Started>) -> Output {
+    let mut process: Started = process.into();
+    wait(COMMAND_TIME, process.0.take().expect("only `ended` takes the process"))
         .unwrap_or_else(|printed| panic!("the program did not end within {COMMAND_TIME:?}; it printed:\n{printed}"))
 }
 

@@ -20,7 +20,9 @@ use tokio::{
 
 use tonic::Code;
 
-use super::{Backend, Client, DEADLINE, Etcd, Postgres, eventually, http_get, orlop_program, run, send_signal, skip};
+use super::{
+    Backend, Client, DEADLINE, Etcd, Postgres, Started, eventually, http_get, orlop_program, run, send_signal, skip,
+};
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
 const READY: &str = "orlop: serving client requests on ";
@@ -31,7 +33,7 @@ pub struct Server {
     arguments: Vec<OsString>,
     environment: Vec<(String, OsString)>,
     home: TempDir,
-    process: Child,
+    process: Started,
     endpoint: String,
 }
 
@@ -152,6 +154,12 @@ impl Server {
             Program::Orlop { datastore } => datastore.as_deref(),
             Program::Etcd { .. } => None,
         }
+    }
+
+    /// Returns the endpoint of the database: the one that Orlop was started with, or that of its SQLite file.
+    pub fn url(&self) -> String {
+        let file = || format!("sqlite://{}", self.data_dir().join("orlop.db").display());
+        self.datastore().map_or_else(file, str::to_owned)
     }
 
     pub fn data_dir(&self) -> PathBuf {
@@ -275,7 +283,7 @@ async fn launch(
     arguments: &[OsString],
     environment: &[(String, OsString)],
     home: &Path,
-) -> (Child, String) {
+) -> (Started, String) {
     match program {
         Program::Orlop { datastore } => launch_orlop(datastore.as_deref(), arguments, environment, home).await,
         Program::Etcd { binary, no_fsync } => launch_etcd(binary, *no_fsync, arguments, home).await,
@@ -287,7 +295,7 @@ async fn launch_orlop(
     arguments: &[OsString],
     environment: &[(String, OsString)],
     home: &Path,
-) -> (Child, String) {
+) -> (Started, String) {
     let mut command = Command::new(orlop_program());
     // A command such as migrate precedes the flags.
     let is_command = |first: &&OsString| !first.as_encoded_bytes().starts_with(b"-");
@@ -302,7 +310,7 @@ async fn launch_orlop(
         command.args(["--listen-client-urls", "http://127.0.0.1:0"]);
     }
     command.args(arguments).stdout(Stdio::piped()).stderr(log_file(home));
-    let mut process = command.spawn().expect("orlop is built with the tests");
+    let mut process = Started::spawn(&mut command);
     let mut lines = lines(process.stdout.take().expect("stdout is piped"));
     let ready = async {
         while let Some(line) = lines.recv().await {
@@ -335,7 +343,7 @@ fn lines(stdout: ChildStdout) -> mpsc::UnboundedReceiver<String> {
 }
 
 /// Retries if etcd does not serve, because another process may have taken the ports, which were free a moment ago.
-async fn launch_etcd(binary: &Path, no_fsync: bool, arguments: &[OsString], home: &Path) -> (Child, String) {
+async fn launch_etcd(binary: &Path, no_fsync: bool, arguments: &[OsString], home: &Path) -> (Started, String) {
     for _ in 0..3 {
         let [client, peer] = free_urls();
         let mut command = Command::new(binary);
@@ -347,12 +355,10 @@ async fn launch_etcd(binary: &Path, no_fsync: bool, arguments: &[OsString], home
             command.arg("--unsafe-no-fsync");
         }
         command.args(arguments).stdout(Stdio::null()).stderr(log_file(home));
-        let mut process = command.spawn().expect("etcd can be started");
+        let mut process = Started::spawn(&mut command);
         if serves(&mut process, &client).await {
             return (process, client);
         }
-        process.kill().ok();
-        process.wait().expect("our child can be waited for");
     }
     panic!("etcd does not serve; it logged:\n{}", log(home))
 }

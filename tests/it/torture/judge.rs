@@ -11,7 +11,7 @@ use crate::{
         watcher::{Log, read_all},
         workload,
     },
-    support::{Server, eventually, prints},
+    support::{Server, all, eventually, prints},
 };
 
 /// Counts of the checked writes.
@@ -45,11 +45,7 @@ pub async fn judge(seen: Seen, endpoints: &Endpoints) -> Judged {
 
 /// Checks that `orlop check` finds no violation.
 pub fn check_store(server: &Server) {
-    let place = match server.datastore() {
-        Some(endpoint) => endpoint.to_owned(),
-        None => format!("sqlite://{}", server.data_dir().join("orlop.db").display()),
-    };
-    prints(&["check", "--datastore-endpoint", &place]);
+    prints(&["check", "--datastore-endpoint", &server.url()]);
 }
 
 /// Prefix of the shared keys.
@@ -69,7 +65,7 @@ async fn check_state(log: &Log, head: i64, endpoints: &Endpoints) {
             None => expected.remove(&event.key),
         };
     }
-    let range = || RangeRequest { key: "\0".into(), range_end: "\0".into(), revision: head, ..Default::default() };
+    let range = || RangeRequest { revision: head, ..all() };
     let kvs = eventually("a read of everything", async || {
         let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
         connection.kv.range(range()).await.map(|answer| answer.into_inner().kvs).map_err(|_| "no answer")

@@ -26,7 +26,7 @@ use super::{
     rig::{Rig, Target, limit},
     workload::Workload,
 };
-use crate::support::{Client, DEADLINE, NetworkState, Random, eventually, http_get, memory_kib, send_signal};
+use crate::support::{Client, DEADLINE, NetworkState, Random, all, eventually, http_get, memory_kib, send_signal};
 
 /// Injects a fault and ends it. Returns the time, on the clients' clock, from which the clients' waits are measured.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
@@ -164,8 +164,7 @@ async fn fill_disk(rig: &mut Rig, workload: &Workload) -> u64 {
     if rig.target == Target::Sqlite {
         assert_eq!(refusal.as_deref(), Some("etcdserver: mvcc: database space exceeded"));
         let mut client = Client::connect(&endpoint).await;
-        let everything = RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() };
-        let read = client.kv.range(everything).await.expect("reads continue");
+        let read = client.kv.range(all()).await.expect("reads continue");
         assert!(read.into_inner().count > 0);
     }
     rig.disk.as_ref().expect("this fault has a disk").empty();

@@ -7,7 +7,7 @@
 //!
 //! The archive also records times: which revision was the head at which moment.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
@@ -52,16 +52,18 @@ pub struct Moment {
 pub struct Written {
     /// Milliseconds since 1970, exact to about a second.
     pub unix_ms: i64,
-    /// It was written at this time or before: nobody recorded times then.
+    /// It was written at this time or before: nobody recorded times then, or the clock may have been ahead.
     pub is_latest: bool,
 }
 
-/// A time, by the clock of the archive.
+/// A place where the recorded times go back, because the clock was set back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Time {
-    UnixMs(i64),
-    /// This long ago.
-    Ago(Duration),
+pub struct ClockStep {
+    /// The first revision that was recorded after the step.
+    pub revision: Revision,
+    /// The recorded times before and after the step, in milliseconds since 1970.
+    pub from_ms: i64,
+    pub to_ms: i64,
 }
 
 /// The order of rows in a response.
@@ -185,7 +187,8 @@ pub trait Archive: Send + Sync + 'static {
     async fn prune(&self, first: Revision, bytes_max: u64) -> Result<Reclaimed>;
 
     /// Records that `head` is the head now, unless that is recorded. With `has_gap`, nobody has recorded times for a while
-    /// ([`Written::is_latest`]).
+    /// ([`Written::is_latest`]). Recorded times stay as they are, also if the clock turns out to have been wrong. If it was set
+    /// back by up to a minute, the recorded time stands still.
     async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()>;
 
     /// Returns the time of the clock by which moments are recorded, in milliseconds since 1970.
@@ -194,12 +197,15 @@ pub trait Archive: Send + Sync + 'static {
     /// Returns the first recorded moment, which is the lower limit of all times.
     async fn first_moment(&self) -> Result<Option<Moment>>;
 
-    /// Returns the newest moment at or before a time.
-    async fn moment_at(&self, time: Time) -> Result<Option<Moment>>;
+    /// Returns the moment with the newest recorded time at or before a time in milliseconds since 1970.
+    async fn moment_at(&self, unix_ms: i64) -> Result<Option<Moment>>;
 
-    /// Returns when these revisions were written, in the same order; `None` for a revision that is not newer than the first
-    /// recorded moment, or not recorded yet.
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>>;
+    /// Returns the first moments that were recorded with or after these revisions, in the same order; `None` for a revision
+    /// that is not newer than the first recorded moment, or not recorded yet.
+    async fn records(&self, revisions: &[Revision]) -> Result<Vec<Option<ArchivedMoment>>>;
+
+    /// Returns all places where the recorded times go back, oldest first.
+    async fn clock_steps(&self) -> Result<Vec<ClockStep>>;
 
     /// Returns archived changes, at most [`ARCHIVE_PAGE_ROWS`], and the last row that was visited, which may be none of
     /// them; `None`: there are no more.

@@ -8,7 +8,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -17,16 +17,20 @@ use std::{
 use tokio::time::{Sleep, sleep};
 use tracing::warn;
 
+use crate::log_limit::LogLimit;
+
 /// Maximum bytes of all partial requests together.
 const BYTES_MAX: usize = 256 << 20;
 /// Maximum time from the first byte of a request to its last: enough for 2 MiB at 35 KiB/s.
 pub const REQUEST_TIME_MAX: Duration = Duration::from_secs(60);
 
+/// Clients cause this message as often as they like.
+static FULL_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
+
 /// Counts the bytes of partial requests.
 #[derive(Debug, Default)]
 pub struct PartialRequests {
     bytes: AtomicUsize,
-    is_refusing: AtomicBool,
 }
 
 /// The partial request of one stream.
@@ -67,10 +71,16 @@ impl PartialRequest {
         }
         let total = self.all.bytes.fetch_add(bytes - before, Ordering::Relaxed) + bytes - before;
         let is_full = total > BYTES_MAX;
-        if self.all.is_refusing.swap(is_full, Ordering::Relaxed) != is_full && is_full {
-            warn!(bytes = total, "partial requests have too many bytes; requests are refused until some are complete");
+        if !is_full {
+            return Ok(());
         }
-        if is_full { Err(Full) } else { Ok(()) }
+        if let Some(count) = FULL_LOG.count() {
+            warn!(
+                bytes = total,
+                count, "partial requests have too many bytes; others are refused until some are complete"
+            );
+        }
+        Err(Full)
     }
 
     /// Ready when the current request is late. Never ready while no request is incomplete.

@@ -48,6 +48,14 @@ impl Shared {
         }
         Ok(())
     }
+
+    /// Checks that the caller is a user, as of the last applied change.
+    pub(super) fn check_user(&self, caller: &Caller) -> Result<()> {
+        if let Some(authority) = self.authority.if_enabled() {
+            authority.check_user(caller)?;
+        }
+        Ok(())
+    }
 }
 
 impl Store {

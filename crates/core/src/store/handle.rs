@@ -11,26 +11,24 @@ use tokio::{
 
 use super::{
     error::{Error, Result},
+    queries::{Queries, SIZE_MAX, size},
     queue::WriteQueue,
     request::{CompactionWait, DeleteRequest, DeleteResponse, PutRequest, PutResponse, TxnRequest, TxnResponse},
     shared::{Identity, Shared},
-    shared_query::SharedQuery,
     write_request::{Outcome, Request},
 };
 use crate::{
     auth::Caller,
     index::TreeIndex,
-    log::{self, Log, LoggedLease, Precision, Size},
+    log::{Log, Size},
     overload::{ReadMemory, Steps},
     sync::Mutex,
     trace::{self, Part},
-    types::{LeaseId, Revision},
+    types::Revision,
     watch::Hub,
     watchdog::Watchdog,
 };
 
-/// Maximum time to determine the size of the database.
-const SIZE_MAX: Duration = Duration::from_secs(3);
 /// A linearizable read that waits longer than this for the log's position is counted as slow.
 const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 
@@ -38,11 +36,8 @@ const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 pub struct Store {
     pub(super) shared: Arc<Shared>,
     pub(super) queue: WriteQueue,
-    /// Shared queries for the log's position. `None` if this process is the only one that uses the log: it is always up
-    /// to date.
-    pub(super) position_query: Option<SharedQuery<(), log::Result<()>>>,
-    /// Lease renewals in the log. `None` if deadlines are kept only in memory.
-    pub(super) renewal_query: Option<SharedQuery<LeaseId, log::Result<Option<LoggedLease>>>>,
+    /// Queries of the database that concurrent requests share.
+    pub(super) queries: Queries,
     /// Duration above which a request is slow.
     pub(super) slow_threshold: Duration,
     /// Durations of ranges: failed, successful.
@@ -77,7 +72,7 @@ impl Store {
     ///
     /// [`Error::Unavailable`] if the database does not answer within 7 seconds.
     pub async fn confirm(&self) -> Result<()> {
-        let Some(query) = &self.position_query else { return Ok(()) };
+        let Some(query) = &self.queries.position else { return Ok(()) };
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
         let confirmed = query.query_retrying(()).await;
@@ -122,9 +117,10 @@ impl Store {
     /// [`Error::Unavailable`] if the database does not answer within 3 s. Metrics and a status must not take longer than
     /// those who ask for them wait.
     pub async fn size(&self) -> Result<Size> {
-        match timeout(SIZE_MAX, self.shared.log.size(Precision::Quick)).await {
-            Ok(size) => Ok(size?),
-            Err(_) => Err(Error::Unavailable),
+        let Some(query) = &self.queries.size else { return Ok(size(&self.shared).await?) };
+        match timeout(SIZE_MAX, query.query(())).await {
+            Ok(Some(size)) => Ok(size?),
+            Ok(None) | Err(_) => Err(Error::Unavailable),
         }
     }
 

@@ -4,12 +4,22 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
-    time::{MissedTickBehavior, interval},
+    time::{MissedTickBehavior, interval, timeout},
 };
 use tracing::warn;
 
-use super::{handle::Store, shared::Shared, tasks::until_stopped};
-use crate::log::{Error, HEARTBEAT_INTERVAL, Member, Result, SharedLog};
+use super::{
+    handle::Store,
+    shared::{Shared, WAIT_MAX},
+    tasks::until_stopped,
+};
+use crate::{
+    log::{Error, HEARTBEAT_INTERVAL, Member, Result, SharedLog},
+    log_limit::LogLimit,
+};
+
+/// Every list of the members may cause this message.
+static MEMBERS_LOG: LogLimit = LogLimit::every(Duration::from_secs(10));
 
 impl Shared {
     /// Sends this instance's heartbeat and updates the list of live members.
@@ -23,12 +33,21 @@ impl Shared {
 }
 
 impl Store {
-    /// Returns the live members that serve clients, refreshed from the database if it answers.
+    /// Returns the live members that serve clients, refreshed from the database if it answers within 7 s. Callers that
+    /// wait for a running refresh share the next one, so the list is never older than the call.
     pub async fn members(&self) -> Vec<Member> {
-        if let Some(log) = self.shared.log.shared()
-            && let Err(error) = self.shared.beat(log).await
-        {
-            warn!(%error, "cannot read the members; returning the last known ones");
+        if let Some(query) = &self.queries.members {
+            let error = match timeout(WAIT_MAX, query.query(())).await {
+                Ok(Some(Err(error))) => Some(error.to_string()),
+                // `None`: the store is being dropped.
+                Ok(Some(Ok(())) | None) => None,
+                Err(_) => Some(format!("no answer within {} s", WAIT_MAX.as_secs())),
+            };
+            if let Some(error) = error
+                && let Some(count) = MEMBERS_LOG.count()
+            {
+                warn!(error, count, "cannot read the members; returning the last known ones");
+            }
         }
         self.shared.members.serving()
     }

@@ -2,9 +2,10 @@
 //!
 //! The compactor copies rows to the archive before it deletes them ([`delete_rows`]). One task, on the leader,
 //! records times and deletes what is too old or too much. [`past`] reads a state or changes at any revision that is complete,
-//! and [`moments`] finds the revision of a time.
+//! and [`moments`] finds the revision of a time, unless it is uncertain because the clock was set ([`clock_steps`]).
 //! Requests of etcd's API do not use any of this.
 
+mod clock_steps;
 mod even_clock;
 mod frozen;
 mod moments;
@@ -27,13 +28,13 @@ use tokio::{
 };
 use tracing::warn;
 
-use self::even_clock::EvenClock;
 pub use self::frozen::FrozenStore;
 pub use self::moments::FoundMoment;
 pub use self::past::{HistoryState, PastChange, PastChanges, PastError, PastPairs};
+use self::{clock_steps::ClockSteps, even_clock::EvenClock};
 use super::{shared::Shared, tasks::until_stopped};
 use crate::{
-    log::{self, Archive, Error, Log, Reclaim, Reclaimed, Time},
+    log::{self, Archive, Error, Log, Reclaim, Reclaimed},
     sync::Mutex,
     types::{Revision, RowId, Superseded},
 };
@@ -242,6 +243,17 @@ impl HistoryKeeper {
         self.archive.close().await;
     }
 
+    /// Returns the newest revision that is certainly older than `age`, if there is one.
+    async fn revision_before(&self, now_ms: i64, age: Duration) -> log::Result<Option<Revision>> {
+        let unix_ms = now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
+        // The revision that is found for such a time may be one that a clock which was behind has recorded later.
+        if ClockSteps::read(self.archive.as_ref()).await?.is_repeated(unix_ms) {
+            return Ok(None);
+        }
+        let found = self.archive.moment_at(unix_ms).await?;
+        Ok(found.map(|moment| moment.revision))
+    }
+
     /// Deletes rows that are no longer to be kept, for [`PRUNE_TIME`].
     async fn prune(&self) -> log::Result<Reclaimed> {
         let (first, bytes_max) = match self.keep {
@@ -250,8 +262,8 @@ impl HistoryKeeper {
             Keep::Rows { retention, bytes_max } => {
                 let now_ms = self.archive.now_ms().await?;
                 let is_even = self.even_clock.lock().observe(Instant::now(), now_ms, retention);
-                let oldest = if is_even { self.archive.moment_at(Time::Ago(retention)).await? } else { None };
-                (oldest.map_or(Revision::EMPTY, |moment| moment.revision), bytes_max)
+                let oldest = if is_even { self.revision_before(now_ms, retention).await? } else { None };
+                (oldest.unwrap_or(Revision::EMPTY), bytes_max)
             }
         };
         let began = Instant::now();

@@ -70,7 +70,7 @@ impl Store {
         self.check_lease(caller, id).await?;
         let head = self.head();
         loop {
-            let renewal = match &self.renewal_query {
+            let renewal = match &self.queries.renewal {
                 None => self.shared.leases.lock().renew(id, Instant::now()),
                 Some(renewals) => self.renew_in_log(renewals, id).await?,
             };
@@ -112,6 +112,8 @@ impl Store {
     /// caller needs the right to read all keys of the lease.
     pub async fn lease(&self, caller: &Caller, id: LeaseId, keys: LeaseKeys) -> Result<Option<Remaining>> {
         self.confirm().await?;
+        // Requests do not share the query for a lease. Clients without a user must not cause it.
+        self.shared.check_user(caller)?;
         let list = match keys {
             LeaseKeys::Omitted => None,
             LeaseKeys::Returned => Some(self.shared.read_memory.list().await?),
@@ -122,9 +124,7 @@ impl Store {
             return self.shared.lease_with_keys(caller, id).await;
         }
         let leases = self.shared.leases.lock();
-        if let Some(authority) = self.shared.authority.if_enabled() {
-            authority.check_user(caller)?;
-        }
+        self.shared.check_user(caller)?;
         Ok(leases.remaining(id, Instant::now()))
     }
 
@@ -133,8 +133,9 @@ impl Store {
     /// The leases are listed in one step, because a renewal moves a lease to another place in the list.
     pub async fn leases(&self, caller: &Caller) -> Result<Vec<LeaseId>> {
         self.confirm().await?;
+        self.shared.check_user(caller)?;
         let _list = self.shared.read_memory.list().await?;
-        if self.renewal_query.is_some() {
+        if self.queries.renewal.is_some() {
             let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
             self.refresh_leases(&expired).await?;
         }
@@ -162,7 +163,7 @@ impl Store {
             // A renewed lease moves back, and others take its place.
             let unread: Vec<LeaseId> =
                 soonest.iter().map(|lease| lease.id).filter(|id| refreshed.insert(*id)).collect();
-            if self.renewal_query.is_none() || unread.is_empty() {
+            if self.queries.renewal.is_none() || unread.is_empty() {
                 break;
             }
             self.refresh_leases(&unread).await?;

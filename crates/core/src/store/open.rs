@@ -1,6 +1,6 @@
 //! Opens a store: rebuilds the index and the leases from the log, then starts the tasks.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use tokio::{
     sync::{Notify, watch},
@@ -20,13 +20,13 @@ use super::{
     leases::lease_table,
     members::Members,
     page_check::PageCheck,
+    queries::Queries,
     queue::WriteQueue,
     quota,
     replay::{ReadProgress, Replayed},
     replication::ReplicationState,
     saved_index::{self, Saving, Unread, replay_with_saved},
     shared::{Identity, Pulses, Shared},
-    shared_query::SharedQuery,
     sizes::SizesCache,
     space::Space,
     tasks::vital,
@@ -37,12 +37,11 @@ use super::{
 };
 use crate::{
     index::TreeIndex,
-    log::{Error, Log, LoggedLease, Member, Meta, Result, Touch},
+    log::{Error, Log, Member, Meta, Result},
     metrics::Metrics,
     overload::{ReadMemory, Steps},
     supervise::Lock,
     sync::{Mutex, RwLock},
-    types::LeaseId,
     watch::Hub,
     watchdog::Watchdog,
 };
@@ -169,30 +168,18 @@ impl Store {
             let compacting = auto_compact::run(Arc::clone(&shared), queue.clone(), policy, stopped.clone());
             tasks.push(vital("auto compaction", compacting));
         }
-        let is_shared = shared.log.shared().is_some();
-        if is_shared {
+        if shared.log.shared().is_some() {
             let following = catch_up::run(Arc::clone(&shared), settings.poll_interval, stopped.clone());
             tasks.push(vital("the follower of the log", following));
             tasks.push(vital("the heartbeat of this member", heartbeat::run(Arc::clone(&shared), stopped)));
         }
-        let position_query = is_shared.then(|| position_query(Arc::clone(&shared)));
-        let renewal_query = is_shared.then(|| renewal_query(Arc::clone(&shared)));
+        let queries = Queries::start(&shared);
         let range_durations = ["false", "true"].map(|success| shared.metrics.store.range.with_label_values(&[success]));
         let slow_threshold = settings.slow_thresholds.request;
         let watchdog = settings.watchdog;
         shared.pulses.register(&watchdog, &queue);
         let tasks = Mutex::new(tasks);
-        Ok(Self {
-            shared,
-            queue,
-            position_query,
-            renewal_query,
-            slow_threshold,
-            range_durations,
-            tasks,
-            stop_background,
-            watchdog,
-        })
+        Ok(Self { shared, queue, queries, slow_threshold, range_durations, tasks, stop_background, watchdog })
     }
 }
 
@@ -253,55 +240,4 @@ impl Pulses {
         watchdog.follow("heads", heads);
         watchdog.follow("renewals", renewals);
     }
-}
-
-/// Starts the task that catches up with the log for linearizable reads.
-fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
-    let pulse = Arc::clone(&shared.pulses.heads);
-    let (query, run) = SharedQuery::new(
-        move |waiting: Vec<()>| {
-            let shared = Arc::clone(&shared);
-            async move {
-                let reached = match shared.log.shared() {
-                    Some(log) => shared.reach_head(log).await,
-                    None => Ok(()),
-                };
-                vec![reached; waiting.len()]
-            }
-        },
-        pulse,
-    );
-    vital("the query for the log's position", run);
-    query
-}
-
-/// Starts the task that renews leases in the log. The result is `None` for a lease that the log does not contain.
-fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<LoggedLease>>> {
-    let pulse = Arc::clone(&shared.pulses.renewals);
-    let (query, run) = SharedQuery::new(
-        move |ids: Vec<LeaseId>| {
-            let shared = Arc::clone(&shared);
-            async move {
-                let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
-                // Several waiting requests may renew the same lease.
-                let mut distinct = ids.clone();
-                distinct.sort_unstable();
-                distinct.dedup();
-                let queried_at = Instant::now();
-                match log.leases(&distinct, Touch::Renew).await {
-                    Ok(found) => {
-                        // A deadline is set relative to the current time, so it is set before the responses are sent.
-                        shared.set_lease_deadlines(&found, queried_at);
-                        let found: HashMap<LeaseId, LoggedLease> =
-                            found.into_iter().map(|logged| (logged.id, logged)).collect();
-                        ids.iter().map(|id| Ok(found.get(id).copied())).collect()
-                    }
-                    Err(error) => vec![Err(error); ids.len()],
-                }
-            }
-        },
-        pulse,
-    );
-    vital("the renewal of leases", run);
-    query
 }

@@ -65,6 +65,9 @@ impl Store {
             if let Some(free) = size.disk_free {
                 state.disk_free.with_label_values::<&str>(&[]).set(i64::try_from(free).unwrap_or(i64::MAX));
             }
+            if let Some(wal) = size.wal {
+                state.wal_bytes.with_label_values::<&str>(&[]).set(i64::try_from(wal).unwrap_or(i64::MAX));
+            }
         }
     }
 

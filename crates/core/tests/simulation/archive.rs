@@ -16,8 +16,8 @@ use super::{
 };
 use orlop_core::{
     log::{
-        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, Error, FrozenArchive, History, Log, Moment, Order,
-        PastRow, Reclaimed, Result, Time, Written,
+        ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive,
+        History, Log, Moment, Order, PastRow, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -141,19 +141,14 @@ impl Tables {
         }
     }
 
-    fn moment_at(&self, time: Time) -> Option<Moment> {
-        let until = match time {
-            Time::UnixMs(unix_ms) => unix_ms,
-            Time::Ago(age) => now_ms() - i64::try_from(age.as_millis()).expect("a short time"),
-        };
-        self.moments.iter().rfind(|moment| moment.unix_ms <= until).copied()
+    fn moment_at(&self, unix_ms: i64) -> Option<Moment> {
+        self.moments.iter().rfind(|moment| moment.unix_ms <= unix_ms).copied()
     }
 
-    fn time_of(&self, revision: Revision) -> Option<Written> {
+    fn record_of(&self, revision: Revision) -> Option<ArchivedMoment> {
         let is_known = self.moments.first().is_some_and(|first| revision > first.revision);
-        let moment = self.moments.iter().find(|moment| moment.revision >= revision)?;
-        let is_latest = self.gaps.contains(&moment.revision);
-        is_known.then_some(Written { unix_ms: moment.unix_ms, is_latest })
+        let moment = *self.moments.iter().find(|moment| moment.revision >= revision)?;
+        is_known.then_some(ArchivedMoment { moment, has_gap: self.gaps.contains(&moment.revision) })
     }
 
     fn changes(&self, wanted: &ArchivedChanges<'_>) -> (Vec<PastRow>, Option<RowId>) {
@@ -306,12 +301,17 @@ impl Archive for SimulatedArchive {
         self.0.ask(|database| database.archive.moments.first().copied()).await
     }
 
-    async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
-        self.0.ask(|database| database.archive.moment_at(time)).await
+    async fn moment_at(&self, unix_ms: i64) -> Result<Option<Moment>> {
+        self.0.ask(|database| database.archive.moment_at(unix_ms)).await
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
-        self.0.ask(|database| revisions.iter().map(|revision| database.archive.time_of(*revision)).collect()).await
+    async fn records(&self, revisions: &[Revision]) -> Result<Vec<Option<ArchivedMoment>>> {
+        self.0.ask(|database| revisions.iter().map(|revision| database.archive.record_of(*revision)).collect()).await
+    }
+
+    /// The clock of a run is never set.
+    async fn clock_steps(&self) -> Result<Vec<ClockStep>> {
+        Ok(Vec::new())
     }
 
     async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {

@@ -282,7 +282,7 @@ impl Log for SimulatedLog {
     }
 
     async fn size(&self, _: Precision) -> Result<Size> {
-        Ok(Size { total: 0, in_use: 0, disk_free: None })
+        Ok(Size { total: 0, in_use: 0, disk_free: None, wal: None })
     }
 
     fn connections(&self) -> Connections {

@@ -27,10 +27,14 @@ CREATE TABLE kv_time (
     at  INTEGER NOT NULL,                      -- milliseconds since 1970
     -- Nobody recorded times for a while before this moment (1) or somebody did (0). The revisions between a moment with a
     -- gap and the one before it were written at an unknown time between the two.
-    gap INTEGER NOT NULL
+    gap INTEGER NOT NULL,
+    -- Whether the moment before it has a later time (1), because the clock was set back, or not (0).
+    back INTEGER NOT NULL
 ) STRICT;
 
 CREATE INDEX kv_time_at ON kv_time (at);
+
+CREATE INDEX kv_time_back ON kv_time (id) WHERE back;
 
 -- Facts about the archive: cluster_id; first_revision, from which on everything is in the log or here; copied_revision,
 -- the newest compaction whose rows are all here; bytes and rows.

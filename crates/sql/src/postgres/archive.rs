@@ -7,8 +7,8 @@ use futures_util::TryStreamExt as _;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState,
-        ArchivedChanges, ArchivedMoment, ArchivedRow, Error, FrozenArchive, History, Log, Moment, Order, PastRow,
-        Reclaimed, Result, Time, Written,
+        ArchivedChanges, ArchivedMoment, ArchivedRow, ClockStep, Error, FrozenArchive, History, Log, Moment, Order,
+        PastRow, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -20,7 +20,7 @@ use super::{
     view::PostgresView,
 };
 use crate::{
-    archive::{self, FIRST_MOMENT, Fill, PRUNE_ROWS, archive_columns, visited_columns},
+    archive::{self, CLOCK_STEPS, FIRST_MOMENT, Fill, PRUNE_ROWS, archive_columns, visited_columns},
     error::in_row,
     rows::{SqlRange, row_id},
 };
@@ -37,10 +37,8 @@ const CLASSES_OF_ARCHIVE: [&str; 4] = ["22", "23", "42", "XX"];
 const GIVE_UP: &str = "UPDATE meta SET value = $1 WHERE name = 'archive_first' AND value < $1";
 const NOW_MS: &str = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint";
 const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= $1 ORDER BY at DESC, id DESC LIMIT 1";
-const MOMENT_AGO: &str = "SELECT id, at FROM kv_time \
-    WHERE at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint - $1 ORDER BY at DESC, id DESC LIMIT 1";
-const TIMES: &str = "SELECT w.at, w.gap FROM unnest($1) WITH ORDINALITY AS r (id, place) \
-    LEFT JOIN LATERAL (SELECT t.at, t.gap FROM kv_time t \
+const RECORDS: &str = "SELECT w.id, w.at, w.gap FROM unnest($1) WITH ORDINALITY AS r (id, place) \
+    LEFT JOIN LATERAL (SELECT t.id, t.at, t.gap FROM kv_time t \
     WHERE t.id >= r.id AND r.id > (SELECT min(f.id) FROM kv_time f) ORDER BY t.id LIMIT 1) w ON true ORDER BY r.place";
 
 /// `$order` is the direction of both columns.
@@ -182,21 +180,23 @@ impl Archive for PostgresArchive {
         Ok(found.map(archive::moment))
     }
 
-    async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
-        let (sql, ms) = match time {
-            Time::UnixMs(ms) => (MOMENT_AT, ms),
-            Time::Ago(age) => (MOMENT_AGO, i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
-        };
-        let found = read!(self.database, connection => sqlx::query_as(sql).bind(ms).fetch_optional(connection))?;
+    async fn moment_at(&self, unix_ms: i64) -> Result<Option<Moment>> {
+        let found = read!(self.database, connection =>
+            sqlx::query_as(MOMENT_AT).bind(unix_ms).fetch_optional(connection))?;
         Ok(found.map(archive::moment))
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
+    async fn records(&self, revisions: &[Revision]) -> Result<Vec<Option<ArchivedMoment>>> {
         let ids: Vec<i64> = revisions.iter().map(|revision| revision.0).collect();
-        let times: Vec<(Option<i64>, Option<bool>)> =
-            read!(self.database, connection => sqlx::query_as(TIMES).bind(&ids).fetch_all(connection))?;
-        let written = |(at, gap): (Option<i64>, Option<bool>)| Some(Written { unix_ms: at?, is_latest: gap? });
-        Ok(times.into_iter().map(written).collect())
+        let found: Vec<(Option<i64>, Option<i64>, Option<bool>)> =
+            read!(self.database, connection => sqlx::query_as(RECORDS).bind(&ids).fetch_all(connection))?;
+        let record =
+            |(id, at, gap): (Option<i64>, Option<i64>, Option<bool>)| Some(archive::archived_moment((id?, at?, gap?)));
+        Ok(found.into_iter().map(record).collect())
+    }
+
+    async fn clock_steps(&self) -> Result<Vec<ClockStep>> {
+        read!(self.database, connection => sqlx::query_as(CLOCK_STEPS).fetch_all(connection)).map(archive::clock_steps)
     }
 
     async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {
@@ -230,8 +230,7 @@ impl FrozenArchive for PostgresView {
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
         let connection = &mut *self.connection.lock().await;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
-        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: archive::moment((id, unix_ms)), has_gap };
-        self.limited(query.fetch(connection).map_ok(moment).try_collect()).await
+        self.limited(query.fetch(connection).map_ok(archive::archived_moment).try_collect()).await
     }
 }
 

@@ -79,6 +79,8 @@ pub(super) struct Hosts {
     pub(super) connect_timeout: Duration,
     /// A file with passwords, if no password has been set otherwise.
     pub(super) passfile: Option<PathBuf>,
+    /// Whether the URL or `PGPASSWORD` has a password, so that no file is read.
+    pub(super) has_password: bool,
     pub(super) tls_files: TlsFiles,
 }
 
@@ -179,7 +181,7 @@ impl Hosts {
         };
         let hosts = places.into_iter().map(host).collect();
         let passfile = own.passfile.filter(|_| !has_password).map(PathBuf::from);
-        Ok(Self { hosts, order, connect_timeout, passfile, tls_files })
+        Ok(Self { hosts, order, connect_timeout, passfile, has_password, tls_files })
     }
 }
 

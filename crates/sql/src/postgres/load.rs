@@ -61,7 +61,9 @@ const ARCHIVE_FACTS: &str = "INSERT INTO meta (name, value) VALUES ('archive_fir
 const ADD_ARCHIVED: &str = "INSERT INTO kv_archive \
     (key, value, lease, version, create_revision, prev_revision, deleted, id, sub, end_revision) \
     SELECT * FROM unnest($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)";
-const ADD_MOMENTS: &str = "INSERT INTO kv_time (id, at, gap) SELECT * FROM unnest($1, $2, $3)";
+const ADD_MOMENTS: &str = "INSERT INTO kv_time (id, at, gap, back) SELECT m.id, m.at, m.gap, \
+    coalesce(lag(m.at, 1, (SELECT t.at FROM kv_time t ORDER BY t.id DESC LIMIT 1)) OVER (ORDER BY m.id) > m.at, false) \
+    FROM unnest($1, $2, $3) AS m (id, at, gap)";
 
 /// Empties the log. The secret key and the cluster ID stay.
 const EMPTY: &str = "TRUNCATE kv_log, kv_log_more, lease, auth_user, auth_role, auth_user_role, auth_permission; \

@@ -4,7 +4,13 @@
 //! As with libpq, other users must not be able to read the file. A file of root that only its group can read is also
 //! accepted, as Postgres accepts it for keys: Kubernetes mounts Secrets in this form.
 
-use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use tracing::warn;
 
 /// The connection for which a password is wanted.
 #[derive(Clone, Copy)]
@@ -29,6 +35,28 @@ pub(super) fn password(file: &Path, wanted: Wanted<'_>) -> io::Result<Option<Str
         return Err(named(io::Error::other(format!("its mode is {:o}, but must be 0600 or stricter", mode & 0o777))));
     }
     Ok(find(&fs::read_to_string(file).map_err(named)?, wanted))
+}
+
+/// Warns of files that sqlx reads and cannot use, `PGPASSFILE` and `~/.pgpass`. sqlx warns at each connection, and its
+/// warnings about lines contain these, so the server's log lacks them.
+pub(super) fn warn_of_unusable() {
+    let named = std::env::var_os("PGPASSFILE").map(PathBuf::from);
+    let usual = std::env::home_dir().map(|home| home.join(".pgpass"));
+    for file in named.into_iter().chain(usual) {
+        if let Some(reason) = unusable(&file) {
+            warn!(file = %file.display(), reason, "cannot use the file of passwords");
+        }
+    }
+}
+
+/// Returns why sqlx cannot use a file, if it exists.
+fn unusable(file: &Path) -> Option<String> {
+    match fs::File::open(file).and_then(|file| file.metadata()) {
+        Ok(metadata) if metadata.mode() & 0o077 == 0 => None,
+        Ok(metadata) => Some(format!("its mode is {:o}, but must be 0600 or stricter", metadata.mode() & 0o777)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => Some(error.to_string()),
+    }
 }
 
 fn find(text: &str, wanted: Wanted<'_>) -> Option<String> {
@@ -66,9 +94,21 @@ fn fields(line: &str) -> Vec<String> {
 mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
-    use super::{Wanted, find, fs, password};
+    use super::{Wanted, find, fs, password, unusable};
 
     const WANTED: Wanted<'_> = Wanted { host: "a", port: 5432, database: "db", user: "u" };
+
+    #[test]
+    fn file_that_sqlx_ignores_is_warned_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("pgpass");
+        assert_eq!(unusable(&file), None);
+        fs::write(&file, "").unwrap();
+        for (mode, is_usable) in [(0o600, true), (0o400, true), (0o640, false), (0o604, false)] {
+            fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(unusable(&file).is_none(), is_usable, "{mode:o}");
+        }
+    }
 
     #[test]
     fn first_matching_line_has_the_password() {

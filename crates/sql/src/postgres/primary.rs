@@ -121,6 +121,9 @@ impl Primary {
         };
         let invalid = |error| Error::Open(format!("datastore-endpoint is not a Postgres URL: {error}"));
         let hosts = Hosts::parse(endpoint, &environment).map_err(invalid)?;
+        if !hosts.has_password && hosts.passfile.is_none() {
+            passfile::warn_of_unusable();
+        }
         let primary = Self { hosts, known: Mutex::default(), generation: watch::Sender::default() };
         // The error text may contain a part of the address, but not the password: any password is valid, so its
         // parsing never fails.

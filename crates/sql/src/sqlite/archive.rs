@@ -17,7 +17,8 @@ use orlop_core::{
     clock,
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, Error, FrozenArchive, History, Log, Moment, Order, PastRow, Reclaimed, Result, Time, Written,
+        ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, History, Log, Moment, Order, PastRow,
+        Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -44,7 +45,7 @@ use super::{
     result_code::{CODE_FULL, has_code},
 };
 use crate::{
-    archive::{self, FIRST_MOMENT, PRUNE_ROWS, archive_columns, visited_columns},
+    archive::{self, CLOCK_STEPS, FIRST_MOMENT, PRUNE_ROWS, archive_columns, visited_columns},
     error::unavailable,
     rows::{LogRow as _, SqlRange, row_id},
 };
@@ -278,13 +279,8 @@ impl Archive for SqliteArchive {
     async fn note_time(&self, head: Revision, has_gap: bool) -> Result<()> {
         let mut writer = self.lock().await?;
         let noted = async {
-            let now_ms = now_ms();
             sqlx::query(DO_NOT_SYNC).execute(writer.connection()).await?;
-            // After a gap, such as a start, the clock may not be set yet.
-            if !has_gap {
-                sqlx::query(CORRECT_TIMES).bind(now_ms).execute(writer.connection()).await?;
-            }
-            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms).bind(has_gap).execute(writer.connection()).await
+            sqlx::query(NOTE_TIME).bind(head.0).bind(now_ms()).bind(has_gap).execute(writer.connection()).await
         };
         noted.await.map_err(unavailable)?;
         writer.keep();
@@ -300,23 +296,25 @@ impl Archive for SqliteArchive {
         Ok(found.map(archive::moment))
     }
 
-    async fn moment_at(&self, time: Time) -> Result<Option<Moment>> {
-        let ms = match time {
-            Time::UnixMs(ms) => ms,
-            Time::Ago(age) => now_ms().saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX)),
-        };
-        let found = sqlx::query_as(MOMENT_AT).bind(ms).fetch_optional(&self.readers()?).await.map_err(unavailable)?;
+    async fn moment_at(&self, unix_ms: i64) -> Result<Option<Moment>> {
+        let query = sqlx::query_as(MOMENT_AT).bind(unix_ms);
+        let found = query.fetch_optional(&self.readers()?).await.map_err(unavailable)?;
         Ok(found.map(archive::moment))
     }
 
-    async fn times(&self, revisions: &[Revision]) -> Result<Vec<Option<Written>>> {
+    async fn records(&self, revisions: &[Revision]) -> Result<Vec<Option<ArchivedMoment>>> {
         let mut reader = self.readers()?.acquire().await.map_err(unavailable)?;
-        let mut times = Vec::with_capacity(revisions.len());
+        let mut records = Vec::with_capacity(revisions.len());
         for revision in revisions {
-            let time = sqlx::query_as(TIME_OF).bind(revision.0).fetch_optional(&mut *reader).await;
-            times.push(time.map_err(unavailable)?.map(|(unix_ms, is_latest)| Written { unix_ms, is_latest }));
+            let record = sqlx::query_as(RECORD_OF).bind(revision.0).fetch_optional(&mut *reader).await;
+            records.push(record.map_err(unavailable)?.map(archive::archived_moment));
         }
-        Ok(times)
+        Ok(records)
+    }
+
+    async fn clock_steps(&self) -> Result<Vec<ClockStep>> {
+        let found = sqlx::query_as(CLOCK_STEPS).fetch_all(&self.readers()?).await.map_err(unavailable)?;
+        Ok(archive::clock_steps(found))
     }
 
     async fn changes(&self, wanted: ArchivedChanges<'_>) -> Result<(Vec<PastRow>, Option<RowId>)> {

@@ -11,6 +11,9 @@
 //! If that sync fails, pages may be lost that SQLite will not copy again, because Linux marks them as clean. Then the
 //! process ends. The next one rebuilds the index of the WAL, and so copies all of it.
 //!
+//! While somebody reads an old state of the database, SQLite cannot restart the WAL, which grows without a limit. The log's own
+//! reads end early; those of another process do not, so a long WAL is logged ([`LongWal`]).
+//!
 //! If the disk is full, pages that are new in the WAL cannot be copied, and SQLite cannot restart the WAL. Then the log
 //! refuses puts, and the deletion of rows does not make the WAL longer, until a checkpoint has succeeded.
 
@@ -29,10 +32,13 @@ use sqlx::{Connection as _, Row as _, SqliteConnection};
 use tokio::{
     sync::{Mutex, Notify},
     task::{JoinHandle, spawn_blocking},
+    time::timeout,
 };
 use tracing::warn;
 
 use super::{
+    identity::{Identity, Loss},
+    load::with_suffix,
     result_code::{CODE_FULL, has_code},
     wal,
     writer::Writer,
@@ -53,10 +59,14 @@ const ROW_BYTES: usize = 64;
 const COMMIT_BYTES: usize = 8 << 10;
 /// Length of the WAL above which a checkpoint runs while writes are blocked, in pages of 4 KiB (32 MiB).
 const WAL_PAGES_MAX: i64 = 8_192;
-/// Maximum time between two checkpoints if the WAL grows slowly.
+/// Length of the WAL above which the log says that SQLite cannot reuse it.
+const LONG_WAL_BYTES: u64 = 256 << 20;
+/// Maximum time between two checkpoints if the WAL grows slowly, and between two looks at the database file.
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 /// The same while the disk is full, because puts wait for the next one.
 const FULL_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum time to wait for each step of a last checkpoint, before the process ends.
+const LAST_STEP_MAX: Duration = Duration::from_secs(10);
 const SYNC_FAILED: &str = "cannot sync the database file; see the kernel log. The process exits, because the kernel may have \
                            discarded pages: the next start writes them again from the WAL";
 
@@ -89,6 +99,7 @@ impl Checkpointer {
     pub(super) fn start(
         connection: SqliteConnection,
         writer: Arc<Writer>,
+        identity: Arc<Identity>,
         file: &Path,
         durability: Durability,
     ) -> io::Result<Self> {
@@ -109,7 +120,8 @@ impl Checkpointer {
             database,
             _index: index,
         });
-        let task = vital("the checkpointer", run(Arc::clone(&shared), writer, connection, file.to_owned()));
+        let work = run(Arc::clone(&shared), writer, connection, identity, file.to_owned());
+        let task = vital("the checkpointer", work);
         Ok(Self { shared, task: Mutex::new(Some(task)) })
     }
 
@@ -146,14 +158,26 @@ impl Checkpointer {
 }
 
 // The parameters are dropped in reverse order: the connection before the descriptor of its file in `shared`.
-async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteConnection, file: PathBuf) {
+async fn run(
+    shared: Arc<Shared>,
+    writer: Arc<Writer>,
+    mut connection: SqliteConnection,
+    identity: Arc<Identity>,
+    file: PathBuf,
+) {
     let mut stopping = false;
     let mut interval = IDLE_INTERVAL;
+    let mut long_wal = LongWal::new(LONG_WAL_BYTES);
     while !stopping {
         tokio::select! {
             () = shared.wake.notified() => {}
             () = tokio::time::sleep(interval) => {}
             () = shared.stop.notified() => stopping = true,
+            () = identity.found() => {}
+        }
+        // Also if nothing was written: the next write would be lost.
+        if let Some(loss) = identity.loss_async().await {
+            end_process(&loss, &mut connection, &writer).await;
         }
         if shared.pending_bytes.swap(0, Ordering::Relaxed) == 0 {
             continue;
@@ -162,9 +186,12 @@ async fn run(shared: Arc<Shared>, writer: Arc<Writer>, mut connection: SqliteCon
         let lacks_space = done.as_ref().is_err_and(|error| has_code(error, CODE_FULL));
         shared.note_space(lacks_space, &file).await;
         interval = if lacks_space { FULL_INTERVAL } else { IDLE_INTERVAL };
-        if let Err(error) = done {
-            warn!(%error, "checkpoint failed; trying again");
-            shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
+        match done {
+            Ok(progress) => long_wal.look(progress, &file),
+            Err(error) => {
+                warn!(%error, "checkpoint failed; trying again");
+                shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
+            }
         }
     }
     if let Err(error) = connection.close().await {
@@ -185,20 +212,85 @@ impl Shared {
     }
 }
 
-async fn checkpoint(connection: &mut SqliteConnection, writer: &Writer, shared: &Arc<Shared>) -> sqlx::Result<()> {
-    if passive(connection, shared).await? <= WAL_PAGES_MAX {
-        return Ok(());
+/// Copies the WAL into the database file, whatever its name is now, empties the WAL, and ends the process. The next process may
+/// find the WAL beside another database, which it would damage. No write is acknowledged meanwhile.
+async fn end_process(loss: &Loss, connection: &mut SqliteConnection, writer: &Writer) -> ! {
+    let _blocked = timeout(LAST_STEP_MAX, writer.block()).await;
+    let truncate = sqlx::query_scalar::<_, bool>("PRAGMA wal_checkpoint(TRUNCATE)").fetch_one(connection);
+    // Its first column says whether it could not wait for the readers any longer.
+    if !timeout(LAST_STEP_MAX, truncate).await.is_ok_and(|is_busy| is_busy.is_ok_and(|is_busy| !is_busy)) {
+        warn!(
+            "cannot empty the WAL, which belongs to the database file that was moved away: never start a server with this \
+             WAL on another file"
+        );
+    }
+    loss.end_process()
+}
+
+/// What a checkpoint has found, in pages; negative if another process makes one.
+#[derive(Clone, Copy)]
+struct Progress {
+    wal: i64,
+    /// Pages of the WAL that are in the database file.
+    copied: i64,
+}
+
+/// Logs that SQLite cannot reuse the WAL, each time when it is twice as long.
+struct LongWal {
+    bytes_min: u64,
+    /// The length above which the next message is due.
+    next_above: u64,
+}
+
+impl LongWal {
+    fn new(bytes_min: u64) -> Self {
+        Self { bytes_min, next_above: bytes_min }
+    }
+
+    fn look(&mut self, progress: Progress, file: &Path) {
+        if let Some(bytes) = self.due(progress) {
+            warn!(
+                "{} has {} MiB and cannot be reused, because a snapshot, a check or another process reads the database",
+                with_suffix(file, "-wal").display(),
+                bytes >> 20
+            );
+        }
+    }
+
+    /// Returns the length of the WAL if a message is due. If everything was copied, the next write reuses the WAL or a reader
+    /// has just begun.
+    fn due(&mut self, Progress { wal, copied }: Progress) -> Option<u64> {
+        let bytes = u64::try_from(wal).ok()? * wal::FRAME_BYTES;
+        if bytes <= self.bytes_min {
+            self.next_above = self.bytes_min;
+        }
+        if copied >= wal || bytes <= self.next_above {
+            return None;
+        }
+        self.next_above = bytes.saturating_mul(2);
+        Some(bytes)
+    }
+}
+
+async fn checkpoint(
+    connection: &mut SqliteConnection,
+    writer: &Writer,
+    shared: &Arc<Shared>,
+) -> sqlx::Result<Progress> {
+    let progress = passive(connection, shared).await?;
+    if progress.wal <= WAL_PAGES_MAX {
+        return Ok(progress);
     }
     // Another checkpoint without blocking writes, so that the last one copies and syncs only a few pages.
     passive(connection, shared).await?;
     let guard = writer.block().await;
-    passive(connection, shared).await?;
+    let progress = passive(connection, shared).await?;
     drop(guard);
-    Ok(())
+    Ok(progress)
 }
 
-/// Runs a passive checkpoint and syncs the database file. Returns the length of the WAL in pages.
-async fn passive(connection: &mut SqliteConnection, shared: &Arc<Shared>) -> sqlx::Result<i64> {
+/// Runs a passive checkpoint and syncs the database file.
+async fn passive(connection: &mut SqliteConnection, shared: &Arc<Shared>) -> sqlx::Result<Progress> {
     let copied = sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").fetch_one(&mut *connection).await;
     // Also after an error, which may be that of a sync of this file.
     let shared = Arc::clone(shared);
@@ -207,7 +299,8 @@ async fn passive(connection: &mut SqliteConnection, shared: &Arc<Shared>) -> sql
     if let Err(error) = synced.await.map_err(|error| sqlx::Error::Io(error.into()))? {
         disk_failed(&error, SYNC_FAILED);
     }
-    copied?.try_get(1)
+    let copied = copied?;
+    Ok(Progress { wal: copied.try_get(1)?, copied: copied.try_get(2)? })
 }
 
 #[cfg(test)]
@@ -215,12 +308,50 @@ mod tests {
     use std::fs::OpenOptions;
 
     use orlop_core::{
-        log::{Append, Error, History as _, Log as _, Reclaim},
+        log::{Append, Appended, Error, History as _, Log as _, Reclaim},
         types::{ChangeKind, Key, Revision, RowId, Version},
     };
+    use sqlx::{ConnectOptions as _, sqlite::SqliteConnectOptions};
 
     use super::*;
-    use crate::sqlite::{SqliteLog, load::with_suffix};
+    use crate::sqlite::SqliteLog;
+
+    async fn put(log: &SqliteLog, value: &[u8]) {
+        let expected = log.meta().await.expect("facts").position;
+        let row = RowId::new(Revision(expected.head.0 + 1), 0);
+        let (key, create_revision, lease) = (Key::from(b"k".to_vec()), row.revision, None);
+        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, value, lease);
+        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        let changes = &[Change { row, key, kind, prev: None, prev_lease: None }];
+        let append = Append { expected, changes, reads: None, leases: &[], compact: None, fact: None, auth: None };
+        assert_eq!(log.append(append).await.expect("a put"), Appended::Done);
+    }
+
+    #[tokio::test]
+    async fn wal_that_another_process_reads_is_reported_whenever_it_is_twice_as_long() {
+        const BYTES_MIN: u64 = 64 << 10;
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("orlop.db");
+        let log = SqliteLog::open(&file).await.expect("a database");
+        let mut connection = log.options.connect().await.expect("a connection");
+        let mut other = SqliteConnectOptions::new().filename(&file).read_only(true).connect().await.expect("it opens");
+        let mut long_wal = LongWal::new(BYTES_MIN);
+        for (state, reports_min, reports_max) in
+            [("SELECT 1", 0, 0), ("BEGIN; SELECT 1 FROM meta", 3, 5), ("ROLLBACK", 0, 0)]
+        {
+            sqlx::raw_sql(state).execute(&mut other).await.expect("a state of the other process");
+            let mut reports = Vec::new();
+            for _ in 0..40 {
+                put(&log, &[0; 8 << 10]).await;
+                let progress = checkpoint(&mut connection, &log.writer, &log.checkpointer.shared).await;
+                reports.extend(long_wal.due(progress.expect("a checkpoint")));
+            }
+            assert!((reports_min..=reports_max).contains(&reports.len()), "{state}: {reports:?}");
+            assert!(reports.is_sorted_by(|one, next| 2 * one < *next), "{state}: {reports:?}");
+            assert!(reports.iter().all(|bytes| *bytes > BYTES_MIN), "{state}: {reports:?}");
+        }
+        assert_eq!(long_wal.next_above, BYTES_MIN, "the WAL was reused");
+    }
 
     #[tokio::test]
     async fn puts_leave_the_space_of_the_wal_to_deletes_if_a_checkpoint_lacks_space() {

@@ -178,7 +178,7 @@ pub(super) async fn pages(connection: &mut SqliteConnection) -> Result<Pages> {
 
 pub(super) async fn size(connection: &mut SqliteConnection) -> Result<Size> {
     let Pages { all, free, bytes } = pages(connection).await?;
-    Ok(Size { total: all * bytes, in_use: (all - free) * bytes, disk_free: None })
+    Ok(Size { total: all * bytes, in_use: (all - free) * bytes, disk_free: None, wal: None })
 }
 
 /// Reads the rows of one table for a page. The first change of a revision is in `kv_log`, the others are in `kv_log_more`.

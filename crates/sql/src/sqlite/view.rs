@@ -1,6 +1,9 @@
 //! A read-only snapshot of a log.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use async_trait::async_trait;
 use sqlx::{ConnectOptions as _, SqliteConnection, sqlite::SqliteConnectOptions};
@@ -9,6 +12,7 @@ use tokio::sync::Mutex;
 use super::{
     BUSY_TIMEOUT,
     foreign::has_kines_table,
+    identity::Identity,
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
@@ -100,10 +104,14 @@ impl SqliteView {
     }
 
     /// Opens a snapshot of the current state of a database that is in use. Until it is dropped, later writes remain in
-    /// the WAL, so it ends when the WAL has grown too much.
-    pub(super) async fn now(options: &SqliteConnectOptions) -> Result<Self> {
+    /// the WAL, so it ends when the WAL has grown too much. The process ends if the database file was replaced.
+    pub(super) async fn now(options: &SqliteConnectOptions, identity: &Arc<Identity>) -> Result<Self> {
         let name = options.get_filename().display().to_string();
-        let mut connection = options.connect().await.map_err(unavailable)?;
+        // Also before: a connection to another file would use the WAL of this one.
+        identity.check_async().await;
+        let connected = options.connect().await;
+        identity.check_async().await;
+        let mut connection = connected.map_err(unavailable)?;
         // The first read of the transaction takes the snapshot of the log.
         let begin = sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut connection).await;
         begin.map_err(unavailable)?;
@@ -205,7 +213,7 @@ mod tests {
     async fn view_ends_when_the_wal_has_grown() {
         let folder = tempfile::tempdir().expect("a folder");
         let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
-        let mut view = SqliteView::now(&log.options).await.expect("a view");
+        let mut view = SqliteView::now(&log.options, &log.identity).await.expect("a view");
         for (grown, is_readable) in [(0, true), (1, false)] {
             let growth = Growth::of(log.options.get_filename()).await;
             let wal = growth.file.clone();

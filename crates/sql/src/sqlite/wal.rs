@@ -33,7 +33,7 @@ const BLOCK_BYTES: u64 = 512;
 /// Length to which SQLite truncates the file when it restarts the WAL. A large transaction may make the file longer.
 pub(super) const FILE_BYTES_MAX: &str = "67108864";
 /// Bytes of a frame of the WAL: a header and a page of 4 KiB.
-const FRAME_BYTES: u64 = 24 + 4_096;
+pub(super) const FRAME_BYTES: u64 = 24 + 4_096;
 /// Bytes of a block of the index (<https://sqlite.org/walformat.html>).
 const INDEX_BLOCK_BYTES: u64 = 32 << 10;
 /// Frames of a block of the index. The header of the index takes the place of some frames of the first block.

@@ -12,7 +12,7 @@ use std::{path::PathBuf, sync::Arc};
 use rusqlite::{Connection, OpenFlags, Result};
 use tokio::sync::{Mutex, MutexGuard};
 
-use super::{BUSY_TIMEOUT, PRAGMAS};
+use super::{BUSY_TIMEOUT, PRAGMAS, identity::Identity};
 use crate::Durability;
 use orlop_core::{log, supervise};
 
@@ -20,6 +20,7 @@ use orlop_core::{log, supervise};
 pub(super) struct Settings {
     pub(super) file: PathBuf,
     pub(super) durability: Durability,
+    pub(super) identity: Arc<Identity>,
 }
 
 pub(super) struct Writer {
@@ -32,10 +33,12 @@ pub(super) struct Writer {
 pub(super) struct WriterGuard<'a>(MutexGuard<'a, Option<Connection>>);
 
 impl Settings {
-    /// Opens a connection to an existing database.
+    /// Opens a connection to an existing database. The process ends if the file was replaced.
     pub(super) fn connect(&self) -> Result<Connection> {
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(&self.file, flags)?;
+        // Before anything is read: a connection to another file would use the WAL of this one.
+        self.identity.check();
         connection.busy_timeout(BUSY_TIMEOUT)?;
         connection.pragma_update(None, "synchronous", self.synchronous())?;
         for (name, value) in PRAGMAS {

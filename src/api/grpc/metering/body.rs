@@ -108,13 +108,17 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for ReceivedBody
         {
             return failed(status);
         }
-        if frame.is_pending() {
-            self.is_awaited = true;
-            if let Poll::Ready(status) = self.poll_late(context) {
-                return failed(status);
+        match &frame {
+            Poll::Pending => {
+                self.is_awaited = true;
+                trace::set_awaited();
+                if let Poll::Ready(status) = self.poll_late(context) {
+                    return failed(status);
+                }
             }
-        } else if self.is_awaited {
-            trace::set_received();
+            Poll::Ready(Some(Ok(_)) | None) if self.is_awaited => trace::set_received(),
+            // After an error the rest of the request never arrives.
+            Poll::Ready(_) => {}
         }
         frame.map_err(Into::into)
     }

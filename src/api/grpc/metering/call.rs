@@ -176,8 +176,11 @@ impl CallGuard {
         if let Some((parent, exporter)) = &self.exported {
             exporter.record(&FinishedCall { path, parent, took, code: code as i32, trace });
         }
-        if took > self.slow_threshold {
-            self.log_slow(trace, took, code);
+        // What a client never sent completely says nothing about the server.
+        if took > self.slow_threshold && !trace.is_awaited {
+            if let Some(count) = self.method.slow_requests.log_limit.count() {
+                self.log_slow(trace, took, code, count - 1);
+            }
             let (method, bytes) =
                 (path.trim_start_matches('/'), self.response_bytes.saturating_sub(FRAME_HEADER_BYTES));
             let slow = SlowRequest::ending_now(method, CODES[code as usize], took, bytes, trace);
@@ -188,8 +191,8 @@ impl CallGuard {
         }
     }
 
-    /// Logs a slow call. The message and the first fields are etcd's.
-    fn log_slow(&self, trace: &Trace, took: Duration, code: Code) {
+    /// Logs a slow call. The message and the first fields are etcd's. `omitted` slow calls before it were not logged.
+    fn log_slow(&self, trace: &Trace, took: Duration, code: Code, omitted: u64) {
         let part = |part| trace.part(part).map(tracing::field::debug);
         let size = self.response_bytes.saturating_sub(FRAME_HEADER_BYTES);
         let response = match trace.pairs {
@@ -212,6 +215,7 @@ impl CallGuard {
             select = part(Part::Select),
             read = part(Part::Read),
             send = part(Part::Send),
+            omitted = (omitted > 0).then_some(omitted),
             "apply request took too long"
         );
     }

@@ -2,10 +2,9 @@
 
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{GAP_MIN, HistoryKeeper, past::PastResult};
+use super::{GAP_MIN, HistoryKeeper, clock_steps::ClockSteps, past::PastResult};
 use crate::{
-    clock,
-    log::{self, Archive, Moment, Time, Written},
+    log::{self, Archive, Moment, Written},
     store::handle::Store,
     types::Revision,
 };
@@ -17,7 +16,8 @@ const RECORD_POLL_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FoundMoment {
     pub moment: Moment,
-    /// Whether later revisions may have been written before the time, too, because nobody recorded times then, or since.
+    /// Whether later revisions may have been written before the time, too, because nobody recorded times then, or since, or
+    /// because recorded times contradict each other.
     pub may_lack_revisions: bool,
 }
 
@@ -30,11 +30,14 @@ impl Store {
         // A record that comes later has a gap.
         let (head, deadline) = (self.head(), Instant::now() + GAP_MIN);
         loop {
-            let Some(moment) = archive.moment_at(Time::UnixMs(unix_ms)).await? else { return Ok(None) };
-            let next = archive.times(&[moment.revision.next()]).await?.pop().flatten();
+            let Some(moment) = archive.moment_at(unix_ms).await? else { return Ok(None) };
+            let next = archive.records(&[moment.revision.next()]).await?.pop().flatten();
             let lacks_record = next.is_none() && head > moment.revision;
             if !lacks_record || Instant::now() >= deadline {
-                let may_lack_revisions = lacks_record || next.is_some_and(|next| next.is_latest);
+                let steps = ClockSteps::read(archive.as_ref()).await?;
+                let may_lack_revisions = lacks_record
+                    || next.is_some_and(|next| next.has_gap)
+                    || steps.make_uncertain(unix_ms, moment, next.map(|next| next.moment));
                 return Ok(Some(FoundMoment { moment, may_lack_revisions }));
             }
             sleep(RECORD_POLL_PAUSE).await;
@@ -42,19 +45,28 @@ impl Store {
     }
 }
 
+/// Returns when revisions were written.
+pub(super) async fn times(archive: &dyn Archive, revisions: &[Revision]) -> log::Result<Vec<Option<Written>>> {
+    let records = archive.records(revisions).await?;
+    let steps = ClockSteps::read(archive).await?;
+    Ok(records.into_iter().map(|record| steps.written(record?)).collect())
+}
+
 /// Returns when revisions were written. What was written since the last record was written by now.
 pub(super) async fn times_until_now(
     archive: &dyn Archive,
     revisions: &[Revision],
 ) -> log::Result<Vec<Option<Written>>> {
-    let mut times = archive.times(revisions).await?;
-    if times.contains(&None)
+    let records = archive.records(revisions).await?;
+    let steps = ClockSteps::read(archive).await?;
+    let mut times: Vec<Option<Written>> = records.iter().map(|record| steps.written((*record)?)).collect();
+    if records.contains(&None)
         && let Some(first) = archive.first_moment().await?
     {
-        let by_now = Written { unix_ms: clock::unix_ms(clock::now()), is_latest: true };
-        for (time, revision) in times.iter_mut().zip(revisions) {
-            if *revision > first.revision {
-                time.get_or_insert(by_now);
+        let by_now = Written { unix_ms: archive.now_ms().await?, is_latest: true };
+        for ((time, record), revision) in times.iter_mut().zip(records).zip(revisions) {
+            if record.is_none() && *revision > first.revision {
+                *time = Some(by_now);
             }
         }
     }

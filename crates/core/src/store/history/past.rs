@@ -10,9 +10,14 @@ use std::collections::{BTreeMap, HashMap};
 
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{HistoryKeeper, Keep, moments::times_until_now, rows_within};
+use super::{
+    HistoryKeeper, Keep,
+    moments::{times, times_until_now},
+    rows_within,
+};
 use crate::{
     auth::Caller,
+    clock,
     index::{Entry, IndexedRow, ReadAt, Unreadable},
     log::{ArchiveState, ArchivedChanges, Moment, Order, PastRow, WithPrev, Written},
     store::{
@@ -65,6 +70,8 @@ pub struct HistoryState {
     pub first_moment: Option<Moment>,
     /// `None`: compacted rows are not kept.
     pub retention: Option<Duration>,
+    /// The time of the clock by which times are recorded, in milliseconds since 1970.
+    pub now_ms: i64,
 }
 
 /// A part of a past state, in the order of keys.
@@ -105,12 +112,14 @@ impl Store {
             bytes: 0,
             first_moment: None,
             retention: None,
+            now_ms: clock::unix_ms(clock::now()),
         };
         if let Some(HistoryKeeper { archive, keep, .. }) = &self.shared.history {
             let archived = archive.state().await?;
             state.first = archived.first.min(log_begins);
             (state.rows, state.bytes) = (archived.rows, archived.bytes);
             state.first_moment = archive.first_moment().await?;
+            state.now_ms = archive.now_ms().await?;
             if let Keep::Rows { retention, .. } = keep {
                 state.retention = Some(*retention);
             }
@@ -272,7 +281,7 @@ impl Shared {
             Some(HistoryKeeper { archive, keep: Keep::Rows { .. }, .. }) => {
                 times_until_now(archive.as_ref(), &revisions).await?
             }
-            Some(HistoryKeeper { archive, .. }) => archive.times(&revisions).await?,
+            Some(HistoryKeeper { archive, .. }) => times(archive.as_ref(), &revisions).await?,
             None => vec![None; revisions.len()],
         };
         let changes = rows.into_iter().zip(times).map(|(row, written)| PastChange { row, written }).collect();

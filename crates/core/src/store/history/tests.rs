@@ -14,8 +14,8 @@ use async_trait::async_trait;
 use super::{HistoryKeeper, HistorySettings, Keep, rows_within};
 use crate::{
     log::{
-        Archive, ArchiveState, ArchivedChanges, Error, FrozenArchive, History, Log, Moment, PastRow, Reclaimed, Result,
-        Time, Written,
+        Archive, ArchiveState, ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, History, Log, Moment,
+        PastRow, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -76,11 +76,15 @@ impl Archive for Broken {
         Err(self.error.clone())
     }
 
-    async fn moment_at(&self, _: Time) -> Result<Option<Moment>> {
+    async fn moment_at(&self, _: i64) -> Result<Option<Moment>> {
         Err(self.error.clone())
     }
 
-    async fn times(&self, _: &[Revision]) -> Result<Vec<Option<Written>>> {
+    async fn records(&self, _: &[Revision]) -> Result<Vec<Option<ArchivedMoment>>> {
+        Err(self.error.clone())
+    }
+
+    async fn clock_steps(&self) -> Result<Vec<ClockStep>> {
         Err(self.error.clone())
     }
 

@@ -45,7 +45,6 @@ impl FrozenArchive for Frozen {
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
         let connection = &mut *self.0.lock().await;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
-        let moment = |(id, unix_ms, has_gap)| ArchivedMoment { moment: archive::moment((id, unix_ms)), has_gap };
-        query.fetch(connection).map_ok(moment).try_collect().await.map_err(unavailable)
+        query.fetch(connection).map_ok(archive::archived_moment).try_collect().await.map_err(unavailable)
     }
 }

@@ -22,7 +22,8 @@ const INSERT: &str = "INSERT INTO kv_archive (id, key, value, lease, version, cr
     end_revision) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)";
 /// The parameter `end_revision`.
 const END: usize = 10;
-const INSERT_MOMENT: &str = "INSERT INTO kv_time (id, at, gap) VALUES (?, ?, ?)";
+const INSERT_MOMENT: &str = "INSERT INTO kv_time (id, at, gap, back) \
+    VALUES (?1, ?2, ?3, coalesce((SELECT at FROM kv_time ORDER BY id DESC LIMIT 1) > ?2, 0))";
 const INSERT_FACT: &str = "INSERT INTO meta (name, value) VALUES (?, ?)";
 
 /// The file of an archive beside a database that is being filled.

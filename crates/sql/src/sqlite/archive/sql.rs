@@ -30,18 +30,13 @@ pub(super) const DELETE_OLD: &str = "DELETE FROM kv_archive WHERE (id, sub) IN (
 pub(super) const DELETE_TIMES: &str = "DELETE FROM kv_time WHERE id < (SELECT max(id) FROM kv_time WHERE id <= ?)";
 pub(super) const OLDEST: &str = "SELECT max(end_revision, id + 1), length(key) + coalesce(length(value), 0) FROM kv_archive \
     ORDER BY end_revision, id, sub LIMIT ?";
-/// A clock that was set back by more than a minute while times were recorded was ahead: what has a later time was written by
-/// now. After more than a day the clock of now may be the wrong one, and the times stay as they are: retention must not
-/// delete rows because of it.
-pub(super) const CORRECT_TIMES: &str = "UPDATE kv_time SET at = ?1, gap = 1 \
-    WHERE at > ?1 AND (SELECT max(at) FROM kv_time) BETWEEN ?1 + 60001 AND ?1 + 86400000";
-/// A clock that was set back by more than a minute was wrong before.
-pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at, gap) \
-    SELECT ?1, iif(last.at BETWEEN ?2 AND ?2 + 60000, last.at, ?2), ?3 \
+/// If the clock was set back by up to a minute, the time stands still.
+pub(super) const NOTE_TIME: &str = "INSERT INTO kv_time (id, at, gap, back) \
+    SELECT ?1, iif(last.at BETWEEN ?2 AND ?2 + 60000, last.at, ?2), ?3, coalesce(last.at > ?2 + 60000, 0) \
     FROM (SELECT coalesce(max(id), 0) AS id, at FROM kv_time) last WHERE ?1 > last.id";
 pub(super) const MOMENT_AT: &str = "SELECT id, at FROM kv_time WHERE at <= ? ORDER BY at DESC, id DESC LIMIT 1";
-pub(super) const TIME_OF: &str =
-    "SELECT at, gap FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
+pub(super) const RECORD_OF: &str =
+    "SELECT id, at, gap FROM kv_time WHERE id >= ?1 AND ?1 > (SELECT min(id) FROM kv_time) ORDER BY id LIMIT 1";
 
 /// `$order` is the direction of both columns.
 macro_rules! changes_of_key {

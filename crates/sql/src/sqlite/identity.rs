@@ -1,0 +1,185 @@
+//! Whether the files of an open database still have their names.
+//!
+//! A file that another process replaces or removes stays open: commits go to a file without a name, or with another one, and
+//! a connection that is opened later reads another database. Only a restart ends that, so the process ends, after the
+//! checkpointer has copied the WAL ([`super::checkpoint`]). If the lock file is another one, a second process can lock it.
+//!
+//! A file is recognized by its device and inode, as SQLite's own locks recognize it. Overlayfs gives a file another inode when
+//! it is first opened for writing, so this must have happened before.
+
+use std::{
+    fs::Metadata,
+    io,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    sync::{Arc, Weak},
+    thread,
+    time::Duration,
+};
+
+use orlop_core::supervise::{blocking, disk_failed};
+use tokio::sync::Notify;
+
+use super::{
+    load::with_suffix,
+    lock::{FileLock, LOCK},
+};
+
+const REPLACED: &str = "the database file was replaced or removed while it was in use. The process exits: its last writes are \
+                        in the file that was moved away, and lost if that was deleted";
+const UNLOCKED: &str = "the lock file was replaced or removed while it was in use. The process exits, because two servers could \
+                        use the database";
+
+/// Maximum time to wait for the checkpointer to end the process.
+const END_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// The files of a database, as they were when it was opened.
+pub(super) struct Identity {
+    files: [Identified; 2],
+    /// Wakes the checkpointer when another task has found a loss.
+    found: Notify,
+    /// If it no longer exists, the log was dropped, and its files may be removed.
+    lock: Weak<FileLock>,
+}
+
+struct Identified {
+    path: PathBuf,
+    id: Id,
+    /// What it means if no file or another one has the path.
+    meaning: &'static str,
+}
+
+/// A file that was replaced or removed.
+pub(super) struct Loss {
+    file: io::Error,
+    meaning: &'static str,
+}
+
+impl Loss {
+    pub(super) fn end_process(&self) -> ! {
+        disk_failed(&self.file, self.meaning)
+    }
+}
+
+/// Device and inode.
+#[derive(Debug, PartialEq, Eq)]
+struct Id(u64, u64);
+
+impl Id {
+    fn of(file: &Metadata) -> Self {
+        Self(file.dev(), file.ino())
+    }
+}
+
+impl Identity {
+    /// Call it while a connection that may write is open.
+    ///
+    /// # Errors
+    ///
+    /// If the database file has no metadata.
+    pub(super) fn new(database: &Path, lock: &Arc<FileLock>) -> io::Result<Self> {
+        let id = Id::of(&database.metadata()?);
+        let database_file = Identified { path: database.to_owned(), id, meaning: REPLACED };
+        let (path, id) = (with_suffix(database, LOCK), Id::of(&lock.metadata()?));
+        let lock_file = Identified { path, id, meaning: UNLOCKED };
+        Ok(Self { files: [database_file, lock_file], found: Notify::new(), lock: Arc::downgrade(lock) })
+    }
+
+    /// Returns only if no file was replaced or removed; otherwise the checkpointer ends the process. Call it after a connection
+    /// was opened, and before it reads: it is one to the same file then. May block.
+    #[expect(clippy::disallowed_methods, reason = "the thread only waits for the end of the process")]
+    pub(super) fn check(&self) {
+        if let Some(loss) = self.loss() {
+            self.found.notify_one();
+            thread::sleep(END_TIME_MAX);
+            loss.end_process();
+        }
+    }
+
+    /// Like [`Identity::check`]. A disk that stalls does not delay other tasks.
+    pub(super) async fn check_async(self: &Arc<Self>) {
+        let identity = Arc::clone(self);
+        blocking(move || identity.check()).await;
+    }
+
+    /// Waits until another task has found a loss.
+    pub(super) async fn found(&self) {
+        self.found.notified().await;
+    }
+
+    pub(super) async fn loss_async(self: &Arc<Self>) -> Option<Loss> {
+        let identity = Arc::clone(self);
+        blocking(move || identity.loss()).await.flatten()
+    }
+
+    /// Returns the first file that was replaced or removed. One that cannot be looked at counts as unchanged.
+    fn loss(&self) -> Option<Loss> {
+        let loss = self.files.iter().find_map(|file| {
+            let path = file.path.display();
+            let error = match file.path.metadata() {
+                Ok(found) if Id::of(&found) == file.id => return None,
+                Ok(_) => io::Error::other(format!("{path} is another file")),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    io::Error::new(error.kind(), format!("{path} does not exist"))
+                }
+                Err(_) => return None,
+            };
+            Some(Loss { file: error, meaning: file.meaning })
+        });
+        // After the look at the files: they are removed later than the log was dropped.
+        loss.filter(|_| self.lock.strong_count() > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// Returns the identity of new files in a folder, with the lock.
+    fn identity(folder: &Path) -> (Identity, Arc<FileLock>) {
+        let database = folder.join("orlop.db");
+        fs::write(&database, "a database").expect("a file");
+        let lock = Arc::new(FileLock::acquire(&database).expect("the lock is free"));
+        (Identity::new(&database, &lock).expect("there are two files"), lock)
+    }
+
+    type Change<'a> = (&'a dyn Fn(&Path), &'a str);
+
+    #[test]
+    fn file_that_was_replaced_or_removed_is_named() {
+        let replace = |file: &Path| {
+            let copy = file.with_extension("copy");
+            fs::copy(file, &copy).and_then(|_| fs::rename(&copy, file)).expect("a file can be replaced");
+        };
+        let write = |file: &Path| fs::write(file, "other content").expect("a file can be written");
+        let link = |file: &Path| fs::hard_link(file, file.with_extension("link")).expect("a link");
+        let remove = |file: &Path| fs::remove_file(file).expect("a file can be removed");
+        let changes: [Change<'_>; 4] =
+            [(&write, ""), (&link, ""), (&replace, "is another file"), (&remove, "does not exist")];
+        for (change, what) in changes {
+            for (name, meaning) in [("orlop.db", REPLACED), ("orlop.db.lock", UNLOCKED)] {
+                let folder = tempfile::tempdir().expect("a folder");
+                let (identity, lock) = identity(folder.path());
+                assert!(identity.loss().is_none());
+                let file = folder.path().join(name);
+                change(&file);
+                let found = identity.loss().map(|loss| (loss.file.to_string(), loss.meaning));
+                let expected = (!what.is_empty()).then(|| (format!("{} {what}", file.display()), meaning));
+                assert_eq!(found, expected, "{name}");
+                drop(lock);
+            }
+        }
+    }
+
+    #[test]
+    fn files_of_a_log_that_was_dropped_may_be_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (identity, lock) = identity(folder.path());
+        folder.close().expect("the folder can be removed");
+        assert!(identity.loss().is_some());
+        drop(lock);
+        assert!(identity.loss().is_none());
+    }
+}
