@@ -55,7 +55,7 @@ impl SlowRequest {
 }
 
 /// Maximum number of messages per second about slow requests in the log. Clients can make any number of requests slow.
-pub const LOGGED_PER_SECOND_MAX: u32 = 100;
+const LOGGED_PER_SECOND_MAX: u32 = 100;
 
 /// The slow requests of one server.
 #[derive(Debug)]

@@ -1,7 +1,11 @@
 //! The log and the spans of a request contain its id and the durations of its parts, but never a value.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
+use futures_util::future::join_all;
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
@@ -89,6 +93,29 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     assert!(ids[0] != ids[1] && ids[0].as_str().is_some_and(|id| id.len() == 16), "{ids:?}");
     server.terminate().await;
     assert!(!server.log().contains(VALUE), "no value is logged");
+}
+
+async fn slow_requests_beyond_a_hundred_per_second_are_counted(backend: Backend) {
+    let flags = [&SLOW[..], &["--log-format", "json"]].concat();
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let client = Client::connect(server.endpoint()).await;
+    let range = RangeRequest { key: "key".into(), ..Default::default() };
+    let call = || {
+        let (mut kv, range) = (client.kv.clone(), range.clone());
+        async move { kv.range(range).await.expect("a range") }
+    };
+    let calls = AtomicU64::new(500);
+    join_all((0..500).map(|_| call())).await;
+    // The last line before a second has passed does not tell how many are left out after it.
+    eventually("a line for each call, or its number", async || {
+        call().await;
+        let calls = calls.fetch_add(1, Ordering::Relaxed) + 1;
+        let omitted: Vec<_> =
+            slow(&server, "etcdserverpb.KV/Range").await.iter().map(|line| line["omitted"].as_u64()).collect();
+        let counted = omitted.iter().map(|omitted| 1 + omitted.unwrap_or(0)).sum::<u64>();
+        if counted == calls && omitted.iter().any(Option::is_some) { Ok(()) } else { Err(omitted) }
+    })
+    .await;
 }
 
 /// With the level debug, every unary call is logged with etcd's message and fields.
@@ -283,6 +310,7 @@ async fn spans_name_the_service_and_its_instance_at_the_rate_that_is_set() {
 
 on_both_backends!(
     slow_requests_are_logged_with_the_time_of_each_part,
+    slow_requests_beyond_a_hundred_per_second_are_counted,
     requests_are_logged_at_debug,
     start_is_logged_as_in_etcd,
     failed_request_reports_its_id,

@@ -234,16 +234,13 @@ impl<R: Default> Future for MeteredCall<R> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
-
     use axum::{Router, body::Body, routing::post};
-    use futures_util::{StreamExt as _, future::join_all, stream};
+    use futures_util::{StreamExt as _, stream};
     use http_body_util::BodyExt as _;
     use tokio::time::{sleep, timeout};
     use tower::ServiceExt as _;
 
     use super::*;
-    use crate::api::slow_requests::LOGGED_PER_SECOND_MAX;
 
     const RANGE: &str = "/etcdserverpb.KV/Range";
     const PUT: &str = "/etcdserverpb.KV/Put";
@@ -310,34 +307,6 @@ mod tests {
             assert!(cancelled.is_err(), "its client gives up first");
             assert_eq!(slow_requests.list().0.len(), kept, "the rest comes after {pause_secs} s");
         }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn messages_about_slow_calls_are_limited() {
-        const OMITTED: u32 = 50;
-        let folder = tempfile::tempdir().unwrap();
-        let log = folder.path().join("log");
-        let logger = tracing_subscriber::fmt().with_ansi(false).with_writer(File::create(&log).unwrap()).finish();
-        let _logging = tracing::subscriber::set_default(logger);
-        let messages = || {
-            let text = fs::read_to_string(&log).unwrap();
-            text.lines().filter(|line| line.contains("took too long")).map(str::to_owned).collect::<Vec<_>>()
-        };
-        let slow_requests = Arc::default();
-        let waits = async || std::future::pending::<Body>().await;
-        let router = Router::new().route(RANGE, post(waits)).layer(meter(&Arc::default(), &slow_requests));
-        let call = || {
-            let request = Request::post(RANGE).header("grpc-timeout", "3S").body(Body::empty()).unwrap();
-            router.clone().oneshot(request)
-        };
-        join_all((0..LOGGED_PER_SECOND_MAX + OMITTED).map(|_| call())).await;
-        let logged = messages();
-        assert_eq!(logged.len(), LOGGED_PER_SECOND_MAX as usize);
-        assert!(logged.iter().all(|line| !line.contains("omitted")), "{logged:?}");
-        call().await.unwrap();
-        let logged = messages();
-        assert!(logged.last().is_some_and(|line| line.contains(&format!("omitted={OMITTED}"))), "{logged:?}");
-        assert_eq!(slow_requests.list().1, u64::from(LOGGED_PER_SECOND_MAX + OMITTED + 1));
     }
 
     #[tokio::test]
