@@ -2,9 +2,11 @@
 root, and all times are SOURCE_DATE_EPOCH.
 """
 
+import functools
 import gzip
 import io
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -32,21 +34,38 @@ def epoch() -> int:
 
 
 def texts(binary: Path) -> dict[str, bytes]:
-    """Returns the texts that programs print, by their names in a tarball: manual page, completions, other licences."""
-    commands = {"man/orlop.1": [binary, "man"], "THIRD-PARTY": [sys.executable, ROOT / "scripts/third-party"]} | {
+    """Returns the texts that programs print, by their names in a tarball: manual pages, completions, other licences."""
+    commands = {"THIRD-PARTY": [sys.executable, ROOT / "scripts/third-party"]} | {
         f"completions/{name}": [binary, "completions", shell]
         for shell, name in {"bash": "orlop", "zsh": "_orlop", "fish": "orlop.fish"}.items()
     }
-    return {name: subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout for name, words in commands.items()}
+    run = functools.partial(subprocess.run, check=True)
+    printed = {name: run(words, stdout=subprocess.PIPE).stdout for name, words in commands.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        run([binary, "man", folder])
+        return printed | {f"man/{page.name}": page.read_bytes() for page in Path(folder).iterdir()}
+
+
+def pages() -> dict[str, bytes]:
+    """Returns README.md, the pages that it links, and the documentation with its pictures, by their paths."""
+    linked = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")
+    docs = [file for file in (ROOT / "docs").rglob("*") if file.suffix in (".md", ".png", ".svg")]
+    return {str(file.relative_to(ROOT)): file.read_bytes() for file in [*(ROOT / name for name in linked), *docs]}
+
+
+def missing_links(folder: Path) -> list[str]:
+    """Returns the links of README.md in a folder that lead to no file or directory."""
+    links = re.findall(r"\]\(([^)\s#]+)", (folder / "README.md").read_text())
+    return [link for link in links if "://" not in link and not (folder / link).exists()]
 
 
 def tarball(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:
     name = f"orlop-{version}-linux-{arch}"
     files = {"orlop": (0o755, binary.read_bytes())}
-    for source in (ROOT / "LICENSE", ROOT / "README.md", *(ROOT / "packaging/systemd").iterdir()):
+    for source in (ROOT / "LICENSE", *(ROOT / "packaging/systemd").iterdir()):
         place = source.name if source.parent == ROOT else f"systemd/{source.name}"
         files[place] = (0o644, source.read_bytes())
-    files |= {place: (0o644, content) for place, content in texts.items()}
+    files |= {place: (0o644, content) for place, content in (texts | pages()).items()}
     path = folder / f"{name}.tar.gz"
     path.write_bytes(archive({f"{name}/{place}": file for place, file in files.items()}))
     return path
@@ -103,19 +122,21 @@ def debian_files(binary: Path, texts: dict[str, bytes]) -> dict[str, tuple[int, 
     if packaged == unit:
         raise SystemExit(f"release: {UNIT} does not start /usr/local/bin/orlop")
     doc = "usr/share/doc/orlop"
-    return {
+    manual = [(name.removeprefix("man/"), page) for name, page in texts.items() if name.startswith("man/")]
+    # Pages are not compressed, because they link each other.
+    return {f"{doc}/{place}": (0o644, content) for place, content in pages().items()} | {
+        f"usr/share/man/man1/{name}.gz": (0o644, compressed(page)) for name, page in manual
+    } | {
         "usr/bin/orlop": (0o755, binary.read_bytes()),
         "usr/lib/systemd/system/orlop.service": (0o644, packaged.encode()),
         # postinst gives it to the group orlop, which does not exist yet.
         "etc/orlop/orlop.env": (0o640, (ROOT / "packaging/systemd/orlop.env").read_bytes()),
-        "usr/share/man/man1/orlop.1.gz": (0o644, compressed(texts["man/orlop.1"])),
         "usr/share/bash-completion/completions/orlop": (0o644, texts["completions/orlop"]),
         "usr/share/zsh/vendor-completions/_orlop": (0o644, texts["completions/_orlop"]),
         "usr/share/fish/vendor_completions.d/orlop.fish": (0o644, texts["completions/orlop.fish"]),
         f"{doc}/copyright": (0o644, (ROOT / "LICENSE").read_bytes()),
         f"{doc}/THIRD-PARTY.gz": (0o644, compressed(texts["THIRD-PARTY"])),
         f"{doc}/changelog.gz": (0o644, compressed((ROOT / "CHANGELOG.md").read_bytes())),
-        f"{doc}/README.md.gz": (0o644, compressed((ROOT / "README.md").read_bytes())),
     }
 
 

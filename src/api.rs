@@ -72,8 +72,6 @@ const TRANSPORT_SLACK_BYTES: usize = 512 << 10;
 /// Maximum size of requests without keys and values. A limit of 2 MiB would allow a million fields, whose decoding
 /// takes tens of milliseconds.
 const SMALL_MESSAGE_BYTES: usize = 256 << 10;
-/// tonic's limit for messages whose size [`grpc::metering`] limits. tonic's default is 4 MiB.
-const MESSAGE_BYTES_ANY: usize = usize::MAX;
 
 /// The responses of a call that streams them.
 type Responses<T> = BoxStream<'static, Result<T, Status>>;
@@ -171,6 +169,7 @@ pub fn services(
     partial_requests: Arc<PartialRequests>,
     stopping: watch_channel::Receiver<bool>,
 ) -> Result<Router, tonic_reflection::server::Error> {
+    let longest = settings.max_message_bytes();
     let slow_requests = Arc::<SlowRequests>::default();
     let meter = Meter::new(Arc::clone(store.metrics()), partial_requests, &slow_requests, &settings)?;
     let exports = Arc::new(Semaphore::new(snapshot::EXPORTS_MAX));
@@ -201,13 +200,12 @@ pub fn services(
         .add_service(AuthServer::from_arc(Arc::clone(&context)))
         .add_service(MaintenanceServer::from_arc(Arc::clone(&context)))
         .add_service(InsightServer::from_arc(Arc::clone(&context)))
-        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(MESSAGE_BYTES_ANY))
+        .add_service(LockServer::new(LockService(Arc::clone(&context))).max_decoding_message_size(longest))
         .add_service(HistoryServer::new(HistoryService(Arc::clone(&context))))
-        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(MESSAGE_BYTES_ANY))
-        // The meter knows no methods of these.
-        .add_service(health.max_decoding_message_size(SMALL_MESSAGE_BYTES))
-        .add_service(reflection().build_v1()?.max_decoding_message_size(SMALL_MESSAGE_BYTES))
-        .add_service(reflection().build_v1alpha()?.max_decoding_message_size(SMALL_MESSAGE_BYTES));
+        .add_service(ElectionServer::new(ElectionService(context)).max_decoding_message_size(longest))
+        .add_service(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?);
     Ok(Router::new(meter.wrap(kv), Routes::from(routes.into_axum_router().layer(meter))))
 }
 

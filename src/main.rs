@@ -1,6 +1,10 @@
 //! The command line: settings, logging, runtime, exit codes.
 
-use std::{process::ExitCode, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+};
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
@@ -132,8 +136,11 @@ enum Command {
     /// Print the completion script of a shell
     Completions { shell: Shell },
 
-    /// Print the manual page in roff
-    Man,
+    /// Print the manual page in roff, or write one page per command into a folder
+    Man {
+        /// An existing folder
+        folder: Option<PathBuf>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -165,7 +172,7 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "orlop", &mut script);
             output::print(&script).map_err(Into::into)
         }
-        Some(Command::Man) => manual(),
+        Some(Command::Man { folder }) => manual(folder.as_deref()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -207,10 +214,15 @@ fn versions() -> String {
     format!("Orlop Version: {version}\nGit SHA: {commit}\netcd Version: {etcd}\n")
 }
 
-fn manual() -> Outcome {
-    let mut page = Vec::new();
-    clap_mangen::Man::new(Cli::command()).render(&mut page)?;
-    Ok(output::print(&page)?)
+fn manual(folder: Option<&Path>) -> Outcome {
+    let cli = Cli::command().disable_help_subcommand(true).mut_subcommand("bench", bench::hide_rejected_flags);
+    let Some(folder) = folder else {
+        let mut page = Vec::new();
+        clap_mangen::Man::new(cli).render(&mut page)?;
+        return Ok(output::print(&page)?);
+    };
+    let written = clap_mangen::generate_to(cli, folder);
+    written.map_err(|error| format!("cannot write the manual pages to {}: {error}", folder.display()).into())
 }
 
 fn failed(error: &dyn std::error::Error, code: ExitCode) -> ExitCode {

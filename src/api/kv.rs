@@ -18,7 +18,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 
 use super::{
-    Context, MESSAGE_BYTES_ANY, Responses, convert,
+    Context, Responses, convert,
     grpc::{
         field_limits::LimitedFields,
         response_body::{IntoSegments, ResponseBody},
@@ -97,9 +97,10 @@ impl<B: RequestBody> Service<Request<B>> for KvService {
             "/etcdserverpb.KV/Compact" => self.unary(request, compact),
             RANGE_STREAM => {
                 let method = RangeStream(Arc::clone(&self.0));
+                let longest = self.0.settings.max_message_bytes();
                 Box::pin(async move {
                     let mut grpc = tonic::server::Grpc::new(ProstCodec::default())
-                        .apply_max_message_size_config(Some(MESSAGE_BYTES_ANY), None);
+                        .apply_max_message_size_config(Some(longest), None);
                     Ok(grpc.server_streaming(method, request).await)
                 })
             }

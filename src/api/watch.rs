@@ -24,8 +24,8 @@ use tonic_prost::ProstDecoder;
 use tracing::{debug, warn};
 
 use super::{
-    Context, MESSAGE_BYTES_ANY, Responses,
-    status::{COMPACTED, from_store, panicked},
+    Context, Responses,
+    status::{COMPACTED, from_store, panicked, unknown_method},
 };
 use crate::auth::Credentials;
 use orlop_core::{
@@ -71,9 +71,13 @@ impl Service<Request<Body>> for WatchService {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let method = WatchMethod(Arc::clone(&self.0));
+        let longest = self.0.settings.max_message_bytes();
         Box::pin(async move {
-            let mut grpc =
-                tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(MESSAGE_BYTES_ANY), None);
+            // tonic's router accepts longer paths.
+            if request.uri().path() != "/etcdserverpb.Watch/Watch" {
+                return Ok(unknown_method(request.uri().path()).into_http());
+            }
+            let mut grpc = tonic::server::Grpc::new(WatchCodec).apply_max_message_size_config(Some(longest), None);
             Ok(grpc.streaming(method, request).await)
         })
     }

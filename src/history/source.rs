@@ -344,6 +344,9 @@ pub(super) fn retention_hint(state: &HistoryStateResponse) -> &'static str {
     }
 }
 
+/// Explains why no time is known.
+pub(super) const NO_TIMES: &str = "the server records no times; it does if it runs with --history-retention";
+
 fn too_early(unix_ms: i64, first: Option<HistoryMoment>) -> String {
     let time = shown_time(unix_ms);
     match first {
@@ -352,8 +355,6 @@ fn too_early(unix_ms: i64, first: Option<HistoryMoment>) -> String {
             shown_time(first.unix_ms),
             first.revision
         ),
-        None => format!(
-            "no revision is known for {time}: the server records no times; it does if it runs with --history-retention"
-        ),
+        None => format!("no revision is known for {time}: {NO_TIMES}"),
     }
 }

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{
     Ending, Result,
     selection::Selection,
-    source::{Source, SourceFlags, TooEarly, failed, retention_hint},
+    source::{NO_TIMES, Source, SourceFlags, TooEarly, failed, retention_hint},
     text::{OutputFlags, heading, indented, key_json, pair_json},
     time::Point,
 };
@@ -124,6 +124,9 @@ impl Printer<'_> {
         if from_revision <= state.revision {
             (found, reader) = self.print_past(from_revision, state.revision).await?;
         }
+        if found > 0 {
+            self.explain_unknown_times(&state);
+        }
         if self.args.follow && reader == Reader::Present {
             found += self.follow(state.revision + 1).await?;
         }
@@ -132,6 +135,16 @@ impl Printer<'_> {
             return Ok(Ending::Otherwise);
         }
         Ok(Ending::Success)
+    }
+
+    /// Names the reason on standard error if no version has a time.
+    fn explain_unknown_times(&self, state: &HistoryStateResponse) {
+        // A server that keeps the history makes its first record soon after its start.
+        let are_known = state.first_moment.is_some() || state.retention_seconds > 0;
+        let is_explained = matches!(self.args.since, Some(Point::Ago(_) | Point::UnixMs(_)));
+        if !are_known && !is_explained {
+            eprintln!("orlop: {NO_TIMES}");
+        }
     }
 
     /// Returns the first revision to print.

@@ -4,6 +4,7 @@
 use std::{
     io::{self, IsTerminal as _},
     os::fd::AsFd,
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -12,9 +13,10 @@ use rustix::{
     io::{Errno, retry_on_intr},
 };
 
-/// Maximum time that a line waits for the reader, unless the line before was lost.
-const WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+/// Maximum time that lines wait for the reader in each second, unless the line before was lost. Meanwhile the thread serves
+/// nobody.
+const WAIT: Duration = Duration::from_millis(100);
+const WAIT_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes that a pipe takes without blocking if it is writable: PIPE_BUF.
 const PIPE_BYTES: usize = 4096;
 /// The same for a terminal. Linux calls one writable that takes 256 bytes, and adds a byte to each line.
@@ -29,12 +31,40 @@ pub(super) struct Stream<F> {
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
+    /// Time that lines may still wait, and since when.
+    wait_left: Duration,
+    wait_began: Instant,
     /// Lines that were lost since the last one that was written.
     lost: u64,
     /// Whether the last line lacks its end.
     is_torn: bool,
+}
+
+impl State {
+    fn new() -> Self {
+        Self { wait_left: WAIT, wait_began: Instant::now(), lost: 0, is_torn: false }
+    }
+
+    /// Returns whether the file becomes writable in the time that is left.
+    fn wait_for(&mut self, file: &impl AsFd) -> io::Result<bool> {
+        if is_writable(file, Duration::ZERO)? {
+            return Ok(true);
+        }
+        if self.lost > 0 || self.wait_left.is_zero() {
+            return Ok(false);
+        }
+        let began = Instant::now();
+        let is_writable = is_writable(file, self.wait_left)?;
+        self.wait_left = self.wait_left.saturating_sub(began.elapsed());
+        Ok(is_writable)
+    }
+}
+
+fn is_writable(file: &impl AsFd, wait: Duration) -> io::Result<bool> {
+    let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
+    let mut files = [PollFd::new(file, PollFlags::OUT)];
+    Ok(retry_on_intr(|| poll(&mut files, Some(&wait)))? > 0)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -46,32 +76,33 @@ enum Outcome {
 impl<F: AsFd> Stream<F> {
     pub(super) fn new(file: F) -> Self {
         let piece_bytes = if file.as_fd().is_terminal() { TERMINAL_BYTES } else { PIPE_BYTES };
-        Self { file, piece_bytes, state: Mutex::default() }
+        Self { file, piece_bytes, state: Mutex::new(State::new()) }
     }
 
     /// Writes a line, after a notice if lines before it were lost. Counts the line if it cannot be written.
     pub(super) fn write(&self, line: &[u8], notice: Notice) -> io::Result<()> {
         let mut state = self.state.lock();
-        let mut wait = &WAIT;
+        if state.wait_began.elapsed() >= WAIT_INTERVAL {
+            (state.wait_left, state.wait_began) = (WAIT, Instant::now());
+        }
         if state.lost > 0 {
-            wait = &NO_WAIT;
             let notice = notice(state.lost);
-            if self.write_line(&mut state, notice.as_bytes(), wait)? == Outcome::Lost {
+            if self.write_line(&mut state, notice.as_bytes())? == Outcome::Lost {
                 state.lost += 1;
                 return Ok(());
             }
             state.lost = 0;
         }
-        if self.write_line(&mut state, line, wait)? == Outcome::Lost {
+        if self.write_line(&mut state, line)? == Outcome::Lost {
             state.lost += 1;
         }
         Ok(())
     }
 
-    fn write_line(&self, state: &mut State, line: &[u8], wait: &Timespec) -> io::Result<Outcome> {
+    fn write_line(&self, state: &mut State, line: &[u8]) -> io::Result<Outcome> {
         let text = if state.is_torn { [b"\n", line].concat() } else { line.to_vec() };
         let mut rest = text.as_slice();
-        let outcome = self.write_pieces(&mut rest, wait);
+        let outcome = self.write_pieces(state, &mut rest);
         if rest.len() < text.len() {
             state.is_torn = !rest.is_empty();
         }
@@ -79,10 +110,9 @@ impl<F: AsFd> Stream<F> {
     }
 
     /// Writes as much as possible; `rest` is then what was not written.
-    fn write_pieces(&self, rest: &mut &[u8], wait: &Timespec) -> io::Result<Outcome> {
+    fn write_pieces(&self, state: &mut State, rest: &mut &[u8]) -> io::Result<Outcome> {
         while !rest.is_empty() {
-            let mut files = [PollFd::new(&self.file, PollFlags::OUT)];
-            if retry_on_intr(|| poll(&mut files, Some(wait)))? == 0 {
+            if !state.wait_for(&self.file)? {
                 return Ok(Outcome::Lost);
             }
             let piece = &rest[..rest.len().min(self.piece_bytes)];
@@ -141,6 +171,17 @@ mod tests {
         stream.write(b"last\n", notice).unwrap();
         drop(stream);
         assert_eq!(io::read_to_string(reader).unwrap(), "3 lost\nafter\nlast\n");
+    }
+
+    /// A reader that takes something now and then would otherwise make each line wait.
+    #[test]
+    fn lines_wait_for_a_limited_time_together() {
+        let line = line(PIPE_BYTES);
+        let (_reader, stream, _) = full(&line);
+        let mut state = stream.state.lock();
+        assert_eq!(state.wait_left, Duration::ZERO);
+        state.lost = 0;
+        assert!(!state.wait_for(&stream.file).unwrap());
     }
 
     #[test]

@@ -268,3 +268,50 @@ impl Survey {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use orlop_bolt::{Planner, Writer};
+
+    use super::*;
+    use crate::snapshot::buckets::{META, Target, delete_value, row_key};
+
+    /// Adds a delete for each row, and the compact revision.
+    fn fill(target: &mut impl Target, rows: &[(i64, u32)], compacted: Option<i64>) {
+        target.bucket(KEY).expect("the first bucket");
+        for (revision, sub) in rows {
+            let key = row_key(RowId::new(Revision(*revision), *sub), true);
+            target.add(key, delete_value(&Key::from(b"a".to_vec()))).expect("rows ascend");
+        }
+        target.bucket(META).expect("buckets ascend");
+        if let Some(revision) = compacted {
+            let value = row_key(RowId::new(Revision(revision), 0), false);
+            target.add(Bytes::from_static(b"finishedCompactRev"), value).expect("the first entry");
+        }
+    }
+
+    #[test]
+    fn revision_that_lacks_a_change_is_refused_unless_it_is_compacted() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("file.db");
+        for (rows, compacted, lacking) in [
+            (&[(2, 0), (2, 1), (3, 0)][..], None, None),
+            (&[(2, 0), (2, 2)], None, Some(2)),
+            (&[(2, 1), (3, 0)], None, Some(2)),
+            (&[(2, 0), (3, 0), (3, 2), (4, 0)], None, Some(3)),
+            (&[(2, 0), (3, 0), (3, 2), (4, 0)], Some(2), Some(3)),
+            (&[(2, 0), (3, 0), (3, 2), (4, 0)], Some(3), None),
+        ] {
+            let mut planner = Planner::default();
+            fill(&mut planner, rows, compacted);
+            let mut writer = Writer::new(planner.finish());
+            fill(&mut writer, rows, compacted);
+            let bytes = writer.finish().expect("the planned content");
+            std::fs::write(&path, &bytes).expect("a file can be written");
+            let refused = Import::open(&path, bytes.len() as u64, Content::Log).err().map(|error| error.to_string());
+            let expected =
+                lacking.map(|it| format!("{} is damaged: a change of revision {it} is missing", path.display()));
+            assert_eq!(refused, expected, "{rows:?}, compacted: {compacted:?}");
+        }
+    }
+}

@@ -224,3 +224,33 @@ fn interrupted() -> std::io::Result<impl Future<Output = ()>> {
         }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use futures_util::stream;
+    use sha2::{Digest as _, Sha256};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn snapshot_that_differs_from_the_sent_one_is_refused() {
+        let mut sent = vec![7_u8; 1_024];
+        let checksum = Sha256::digest(&sent);
+        sent.extend_from_slice(&checksum[..]);
+        for changed in [None, Some(0), Some(700), Some(1_023), Some(1_024), Some(1_055)] {
+            let mut received = sent.clone();
+            if let Some(at) = changed {
+                received[at] ^= 1;
+            }
+            let folder = tempfile::tempdir().expect("a folder");
+            let file = new_file_in(folder.path()).expect("a file");
+            let pieces = received.chunks(600).map(|piece| Ok((Bytes::copy_from_slice(piece), 0)));
+            let written = write(stream::iter(pieces), file, folder.path(), |_, _| {}).await;
+            let error = written.as_ref().err().map(ToString::to_string);
+            let expected = changed.map(|_| "the received snapshot is damaged: its checksum does not match".to_owned());
+            assert_eq!(error, expected, "changed byte: {changed:?}");
+            let files = std::fs::read_dir(folder.path()).expect("a folder").count();
+            assert_eq!(files, usize::from(changed.is_none()), "changed byte: {changed:?}");
+        }
+    }
+}

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeSet,
     fs,
-    os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink},
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     process::{Output, Stdio},
 };
@@ -150,7 +150,11 @@ async fn snapshot_is_saved_with_a_client_certificate() {
     let save = ["snapshot", "save", "--endpoints", server.endpoint(), text(&target)];
     let identity = ["--cert", text(&client.cert), "--key", text(&client.key)];
     check_fails(&save, "cannot connect").await;
-    check_fails(&[&save[..], &["--cacert", text(&root)]].concat(), "cannot save a snapshot of https").await;
+    check_fails(
+        &[&save[..], &["--cacert", text(&root)]].concat(),
+        "the server requires a client certificate: use --cert and --key",
+    )
+    .await;
     check_fails(&[&save[..], &["--cacert", text(&home.path().join("absent"))]].concat(), "--cacert").await;
     assert_eq!(names(home.path()), BTreeSet::new());
     prints(&[&save[..], &["--cacert", text(&root)], &identity].concat()).await;
@@ -358,6 +362,9 @@ async fn restart_does_not_take_an_additional_snapshot(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let folder = server.data_dir().join("snapshots");
     let first = eventually("the first snapshot", async || snapshots(&folder).pop().ok_or(())).await;
+    // Another one of the same second replaces the file.
+    let inode = || first.metadata().expect("the snapshot exists").ino();
+    let inode_before = inode();
     server.terminate().await;
     server.restart().await;
     put(server.endpoint(), "a").await;
@@ -366,6 +373,7 @@ async fn restart_does_not_take_an_additional_snapshot(backend: Backend) {
         if last > 1.7e9 { Ok(()) } else { Err(last) }
     })
     .await;
+    assert_eq!(inode(), inode_before, "the first snapshot was not replaced");
     assert_eq!(snapshots(&folder), [first]);
 }
 

@@ -123,6 +123,22 @@ fn version_names_orlop_and_etcd() {
 }
 
 #[test]
+fn each_command_that_the_manual_names_has_a_page() {
+    let folder = TempDir::new().expect("a folder");
+    prints(&["man", folder.path().to_str().expect("text")]);
+    let mut names = vec!["orlop".to_owned()];
+    let mut pages = 0;
+    while let Some(name) = names.pop() {
+        let page = fs::read_to_string(folder.path().join(format!("{name}.1")));
+        let page = page.unwrap_or_else(|error| panic!("{name}(1): {error}")).replace("\\-", "-");
+        let named = page.lines().filter_map(|line| line.strip_suffix("(1)"));
+        names.extend(named.filter(|name| name.starts_with("orlop-")).map(str::to_owned));
+        pages += 1;
+    }
+    assert!(pages > 20, "{pages} pages");
+}
+
+#[test]
 fn help_of_compare_lists_only_its_own_options() {
     let text = prints(&["bench", "compare", "--help"]);
     for listed in ["Servers:", "--servers", "Loads:", "--duration", "500ms", "Output:", "--json"] {

@@ -49,7 +49,7 @@ use self::{
     },
 };
 use crate::support::{
-    Authority, Backend, DEADLINE, Server, Stream, all, eventually, everything, free_port, on_both_backends,
+    Authority, Backend, DEADLINE, Server, Stream, all, eventually, everything, free_port, on_both_backends, skip,
 };
 
 const RANGE: &str = "/etcdserverpb.KV/Range";
@@ -148,7 +148,7 @@ async fn unfinished_handshakes_do_not_block_new_connections() {
     let version = tokio::process::Command::new("curl")
         .args(["--silent", "--insecure", "--max-time", "8", &format!("https://{address}/version")])
         .output();
-    let version = version.await.expect("curl can be started");
+    let Ok(version) = version.await else { return skip("curl") };
     assert!(version.status.success(), "{version:?}");
     arena.survives("unfinished TLS handshakes", 300, ()).await;
     drop(held);
@@ -432,11 +432,7 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
         (TXN, message(empty), TOO_MANY),
         (PUT, no_such_fields.clone(), "orlop: the request has more than 1024 fields"),
         (TXN, no_such_fields.clone(), "orlop: the request has more than 1024 fields outside its operations"),
-        (
-            GRANT,
-            no_such_fields,
-            "Error, decoded message length too large: found 2000000 bytes, the limit is: 262144 bytes",
-        ),
+        (GRANT, no_such_fields, "grpc: received message larger than max (2000000 vs. 262144)"),
     ];
     for (method, message, refusal) in &messages {
         let mut caller = Caller::connect(arena.endpoint()).await;

@@ -77,7 +77,9 @@ async fn number_of_lost_lines_is_logged_when_somebody_reads_the_log() {
     for format in ["json", "text"] {
         let home = home();
         let (mut process, reader, _, _client) = start(home.path(), format).await;
-        let lines = Lines::of(reader);
+        let mut lines = Lines::of(reader);
+        // Then the pipe takes more.
+        assert_eq!(lines.next().as_deref(), Some(FILLED));
         stop(&mut process).await;
         let lines: Vec<String> = lines.filter(|line| line != FILLED).collect();
         let is_notice = |line: &&String| line.contains("log messages were lost, because nobody read the output");

@@ -9,6 +9,7 @@ mod backup;
 mod bench;
 mod check;
 mod checkpoint;
+mod client_certificates;
 mod commands;
 mod console;
 mod damaged;

@@ -4,7 +4,7 @@ use std::{fs, os::unix::fs::symlink, path::Path};
 
 use orlop_core::supervise::EXIT_DISK_FAILED;
 use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, SnapshotRequest};
-use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
+use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
 use crate::{
     start::run,
@@ -48,6 +48,13 @@ async fn copy(database: &Path, to: &Path) {
     let vacuum = sqlx::query("VACUUM INTO ?").bind(to.to_str().expect("a path")).execute(&mut connection).await;
     vacuum.expect("a copy");
     connection.close().await.expect("a connection can be closed");
+}
+
+/// Reads the state of now until it is dropped.
+async fn reader_of(database: &Path) -> SqliteConnection {
+    let mut reader = SqliteConnectOptions::new().filename(database).read_only(true).connect().await.expect("it opens");
+    sqlx::raw_sql("BEGIN; SELECT 1 FROM meta").execute(&mut reader).await.expect("a state");
+    reader
 }
 
 #[track_caller]
@@ -116,24 +123,37 @@ async fn file_that_is_used_by_another_of_its_names_is_refused() {
 /// The server would write to a file that nobody finds, and the next server would add its WAL to another file.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn server_whose_file_is_replaced_ends_and_leaves_no_wal() {
+    tokio::join!(replaces_file(false), replaces_file(true));
+}
+
+/// `is_read`: somebody reads the file, so that the server cannot empty the WAL.
+async fn replaces_file(is_read: bool) {
     let mut server = server_with_a_key().await;
     let [file, other, moved] = ["orlop.db", "copy.db", "moved.db"].map(|name| server.data_dir().join(name));
     copy(&file, &other).await;
     let mut client = Client::connect(server.endpoint()).await;
     let late = PutRequest { key: "late".into(), ..put() };
     client.kv.put(late).await.expect("a put");
+    let reader = if is_read { Some(reader_of(&file).await) } else { None };
+    client.kv.put(PutRequest { key: "later".into(), ..put() }).await.expect("a put");
     fs::rename(&file, &moved).and_then(|()| fs::rename(&other, &file)).expect("a file can be replaced");
     assert!(!sends_snapshot(&mut client).await, "it would be of the other file: {}", server.log_tail());
     assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{}", server.log_tail());
     check_log(&server, "the database file was replaced or removed while it was in use");
+    drop(reader);
 
     server.restart().await;
     assert!(has_key(&server, "k").await && !has_key(&server, "late").await);
     assert!(server.terminate().await.success());
     // All acknowledged writes are in the file that was moved away.
     fs::rename(&moved, &file).expect("a file can be replaced");
+    let [wal, moved_wal] = ["orlop.db-wal", "orlop.db-wal-of-moved-file"].map(|name| server.data_dir().join(name));
+    assert_eq!(moved_wal.exists(), is_read);
+    if is_read {
+        fs::rename(&moved_wal, &wal).expect("a file can be renamed");
+    }
     server.restart().await;
-    assert!(has_key(&server, "k").await && has_key(&server, "late").await);
+    assert!(has_key(&server, "k").await && has_key(&server, "late").await && has_key(&server, "later").await);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -4,10 +4,14 @@
 use std::time::Duration;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
-    request_op::Request, watch_request::RequestUnion,
+    LeaseKeepAliveRequest, PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest,
+    WatchProgressRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
 };
-use tokio::time::{interval, timeout};
+use tokio::{
+    sync::mpsc,
+    time::{interval, timeout},
+};
+use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Code;
 
 use crate::support::{Backend, Client, DEADLINE, Server, Stream, everything, on_both_backends};
@@ -201,10 +205,20 @@ async fn streams_end_with_a_status_at_shutdown(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let mut stream = Stream::open(&mut client).await;
     stream.create(everything(0)).await;
-    let ended = tokio::spawn(async move { stream.answers.message().await });
+    let (requests, receiver) = mpsc::unbounded_channel();
+    requests.send(LeaseKeepAliveRequest { id: 1 }).expect("the receiver exists");
+    let renewals = client.lease.lease_keep_alive(UnboundedReceiverStream::new(receiver)).await;
+    let mut renewals = renewals.expect("a stream opens").into_inner();
+    renewals.message().await.expect("an answer").expect("an answer");
+    let streams = [
+        ("a watch", tokio::spawn(async move { stream.answers.message().await.map(drop) })),
+        ("the renewals of leases", tokio::spawn(async move { renewals.message().await.map(drop) })),
+    ];
     assert!(server.terminate().await.success());
-    let status = ended.await.expect("the reader ends").expect_err("the stream ends with a status");
-    assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: server stopped"));
+    for (what, ended) in streams {
+        let status = ended.await.expect("the reader ends").expect_err("the stream ends with a status");
+        assert_eq!((status.code(), status.message()), (Code::Unavailable, "etcdserver: server stopped"), "{what}");
+    }
 }
 
 on_both_backends!(

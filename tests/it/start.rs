@@ -200,7 +200,6 @@ pub fn message_of_waiting_start(endpoint: &str) -> String {
     waiting.expect("the reason is logged")
 }
 
-/// The start waits for the file as for a database that is not running, because a file may be mounted later.
 #[test]
 fn errors_name_paths_that_are_not_utf8() {
     let home = tempfile::tempdir().expect("a temporary directory can be made");
@@ -217,6 +216,7 @@ fn errors_name_paths_that_are_not_utf8() {
     }
 }
 
+/// The start waits for the file as for a database that is not running, because a file may be mounted later.
 #[test]
 fn start_that_waits_for_a_certificate_names_its_file() {
     let endpoint = "postgres://user:secret@127.0.0.1:1/db?sslmode=verify-full&sslrootcert=/nofile";
@@ -351,6 +351,16 @@ async fn unix_socket_serves_and_is_replaced_after_a_kill() {
         server.kill();
         server.restart().await;
     }
+}
+
+#[tokio::test]
+async fn unix_socket_of_a_running_server_is_not_replaced() {
+    let home = tempfile::tempdir().expect("a temporary directory can be made");
+    let url = format!("unix://{}", home.path().join("orlop.sock").display());
+    let _server = sqlite(&["--listen-client-urls", &url]).await;
+    check_refused(&["--listen-client-urls", &url], &[], &[&url, "in use"]);
+    let mut client = Client::connect(&url).await;
+    assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
 }
 
 /// systemd waits in this way with `Type=notify`.

@@ -1,16 +1,13 @@
 //! TLS with certificates from openssl and independent clients: etcdctl for gRPC, curl for HTTP.
 
+mod reloading;
+
 use std::{
     path::Path,
     process::{Output, Stdio},
-    sync::{Arc, Mutex},
 };
 
-use tokio::{
-    io::{AsyncBufReadExt as _, BufReader},
-    process::Command,
-    time::timeout,
-};
+use tokio::{process::Command, time::timeout};
 
 use crate::{
     start::check_refused,
@@ -365,93 +362,6 @@ async fn tls_versions_follow_the_settings() {
         }
         assert_eq!(found, served, "TLS 1.2 and 1.3 with {flags:?}");
     }
-}
-
-/// The server loads a renewed certificate and a new root without a restart, and open streams continue.
-/// A renewal may have failed when a client must be locked out.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_is_revoked_while_the_certificate_of_the_server_is_wrong() {
-    let (Some(authority), true) = (Authority::new(), has_curl()) else { return };
-    let (own, other, good, bad) = (
-        authority.sign("server", 30),
-        authority.sign("other", 30),
-        authority.sign("good", 30),
-        authority.sign("bad", 30),
-    );
-    let (root, list) = (authority.root(), authority.revoke(&other));
-    let server = server(&own, &["--trusted-ca-file", text(&root), "--client-crl-file", text(&list)]).await;
-    let is_served = async |certificate, limits| {
-        Identity { root: &root, certificate: Some(certificate) }.is_served(server.endpoint(), limits).await
-    };
-    let Some(found) = is_served(&bad, SERVED).await else { return };
-    assert_eq!(found, [true; 2]);
-    std::fs::copy(&other.cert, &own.cert).expect("a file can be copied");
-    authority.revoke(&bad);
-    eventually("the revocation", async || match is_served(&bad, REFUSED).await {
-        Some([false, false]) => Ok(()),
-        found => Err(found),
-    })
-    .await;
-    assert_eq!(is_served(&good, SERVED).await, Some([true; 2]));
-    assert!(server.log().contains("cannot use the changed certificates"), "{}", server.log_tail());
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_are_reloaded_while_streams_continue() {
-    let (Some(old), Some(new)) = (Authority::new(), Authority::new()) else { return };
-    let certificate = old.sign("server", 30);
-    let server = server(&certificate, &[]).await;
-    let (old_root, new_root) = (old.root(), new.root());
-    let before = Identity { root: &old_root, certificate: None };
-    let after = Identity { root: &new_root, certificate: None };
-    let Some(mut watch) = before.etcdctl(server.endpoint(), SERVED, &["watch", "k"]) else { return };
-    let mut watch = watch.spawn().expect("etcdctl can be started");
-    let mut lines = BufReader::new(watch.stdout.take().expect("stdout is piped")).lines();
-    let seen = Arc::new(Mutex::new(Vec::new()));
-    let keep = Arc::clone(&seen);
-    tokio::spawn(async move {
-        while let Ok(Some(line)) = lines.next_line().await {
-            keep.lock().expect("the lock is not poisoned").push(line);
-        }
-    });
-    let has_seen = |value: &str| {
-        let seen = seen.lock().expect("the lock is not poisoned");
-        if seen.iter().any(|line| line == value) { Ok(()) } else { Err(seen.clone()) }
-    };
-    eventually("an event", async || {
-        let put = before.etcdctl(server.endpoint(), SERVED, &["put", "k", "before"]);
-        output(&mut put.expect("etcdctl is installed")).await;
-        has_seen("before")
-    })
-    .await;
-
-    // While the changed files are invalid, the server keeps the old certificate.
-    let renewed = new.sign("server", 30);
-    std::fs::copy(&renewed.key, &certificate.key).expect("a file can be copied");
-    let renewed = std::fs::read(&renewed.cert).expect("a file can be read");
-    std::fs::write(&certificate.cert, vec![b'x'; renewed.len()]).expect("a file can be written");
-    let put = |identity: &Identity<'_>, limits| {
-        identity.etcdctl(server.endpoint(), limits, &["put", "k", "after"]).expect("etcdctl is installed")
-    };
-    eventually("a warning", async || {
-        assert!(output(&mut put(&before, SERVED)).await.status.success(), "the previous certificate stays in use");
-        let log = server.log();
-        if log.contains("cannot use the changed certificates") { Ok(()) } else { Err(log) }
-    })
-    .await;
-    // Whatever makes the files valid may change neither time nor size of them, as new rights do.
-    let modified = std::fs::metadata(&certificate.cert).and_then(|of| of.modified()).expect("it has a time");
-    std::fs::write(&certificate.cert, renewed).expect("a file can be written");
-    let file = std::fs::File::options().write(true).open(&certificate.cert).expect("a file can be opened");
-    file.set_modified(modified).expect("the time can be set");
-    eventually("the new certificate", async || {
-        let answer = output(&mut put(&after, REFUSED)).await;
-        if answer.status.success() { Ok(()) } else { Err(answer) }
-    })
-    .await;
-    eventually("the event on the stream that was open", async || has_seen("after")).await;
-    let exited = watch.try_wait().expect("our child can be waited for");
-    assert!(exited.is_none(), "the stream has not ended");
 }
 
 #[test]

@@ -102,6 +102,7 @@ async fn too_long_messages_have_etcds_error(backend: Backend) {
         ("/etcdserverpb.Cluster/MemberList", small),
         ("/etcdserverpb.Maintenance/Snapshot", small),
         ("/orlopb.Insight/Sizes", small),
+        ("/grpc.health.v1.Health/Check", small),
     ] {
         let of = |bytes: usize| PutRequest { value: vec![0; bytes].into(), ..put() };
         let (long, text) = (of(max), "grpc: received message larger than max");
@@ -122,6 +123,10 @@ async fn unknown_methods_are_named(backend: Backend) {
         ("/etcdserverpb.Lease/Nothing", "unknown method Nothing for service etcdserverpb.Lease"),
         ("/etcdserverpb.Auth/Nothing", "unknown method Nothing for service etcdserverpb.Auth"),
         ("/v3lockpb.Lock/Nothing", "unknown method Nothing for service v3lockpb.Lock"),
+        ("/etcdserverpb.KV/Put/x", "unknown method Put/x for service etcdserverpb.KV"),
+        ("/etcdserverpb.Watch/Watch/x", "unknown method Watch/x for service etcdserverpb.Watch"),
+        ("/etcdserverpb.Watch//", "unknown method / for service etcdserverpb.Watch"),
+        ("/grpc.health.v1.Health/Nothing", "unknown method Nothing for service grpc.health.v1.Health"),
         ("/etcdserverpb.Nothing/Put", "unknown service or method"),
     ] {
         let refused = put_to(&mut client, path, put()).await.expect("an error");

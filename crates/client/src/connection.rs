@@ -29,10 +29,7 @@ use tokio::{
     task::AbortHandle,
     time::timeout,
 };
-use tokio_rustls::{
-    TlsConnector,
-    rustls::{ClientConfig, pki_types::ServerName},
-};
+use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Code, Status, body::Body};
 use tower_service::Service;
@@ -40,7 +37,7 @@ use tower_service::Service;
 use crate::{
     Error, MetricsPage, describe,
     endpoint::{Address, Endpoint, Target},
-    mismatch::{explained, needs_tls},
+    mismatch::{Tls, explained, needs_tls},
 };
 use orlop_wire::proto::client::etcdserverpb::{
     AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
@@ -55,7 +52,7 @@ const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time to wait for the first response of a server without TLS. One that is starting answers later.
+/// Maximum time to wait for the first response. A server that is starting answers later.
 const FIRST_ANSWER_MAX: Duration = Duration::from_secs(1);
 const HEALTH_CHECK: &str = "grpc.health.v1.Health/Check";
 const METRICS: &str = "/metrics";
@@ -98,15 +95,14 @@ impl Client {
         let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
         let client = Self { connection, origin, endpoint: Arc::new(endpoint.clone()) };
-        if !endpoint.has_tls {
-            client.check_plain().await?;
-        }
+        client.check_first_answer(tls).await?;
         Ok(client)
     }
 
-    /// Checks that the server answers without TLS: a server with TLS accepts the connection, and breaks it only when it has
-    /// read the beginning. The request is one of gRPC, because etcd 3.4 closes a connection with another one.
-    async fn check_plain(&self) -> io::Result<()> {
+    /// Checks that the server answers. A server with TLS accepts a connection without it, and breaks it only when it
+    /// has read the beginning; one that requires a client certificate breaks it after the client's handshake. The
+    /// request is one of gRPC, because etcd 3.4 closes a connection with another one.
+    async fn check_first_answer(&self, tls: Option<&Tls>) -> io::Result<()> {
         let uri = format!("{}{HEALTH_CHECK}", self.origin).parse::<Uri>().map_err(io::Error::other)?;
         let empty_message = Full::<Bytes>::from(&[0; 5][..]);
         let request = Request::post(uri)
@@ -115,7 +111,11 @@ impl Client {
             .body(Body::new(empty_message))
             .map_err(io::Error::other)?;
         match timeout(FIRST_ANSWER_MAX, self.connection.clone().call(request)).await {
-            Ok(Err(_)) => Err(needs_tls(&self.endpoint.address)),
+            Ok(Err(_)) => match tls {
+                // The next request reports another cause.
+                Some(tls) => tls.refusal().map_or(Ok(()), Err),
+                None => Err(needs_tls(&self.endpoint.address)),
+            },
             // Any response; or the server is starting.
             Ok(Ok(_)) | Err(_) => Ok(()),
         }
@@ -330,12 +330,7 @@ where
 
 impl Connection {
     /// Opens a connection over the stream, with TLS if `tls` is set; `authority` is the server's name.
-    async fn establish<S>(
-        stream: S,
-        tls: Option<&Arc<ClientConfig>>,
-        authority: &str,
-        target: &Target,
-    ) -> io::Result<Self>
+    async fn establish<S>(stream: S, tls: Option<&Tls>, authority: &str, target: &Target) -> io::Result<Self>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -344,8 +339,9 @@ impl Connection {
         let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host).map_err(io::Error::other)?;
-        let stream = TlsConnector::from(Arc::clone(tls)).connect(name, stream).await?;
-        Self::open(stream, token).await
+        let connector = TlsConnector::from(Arc::clone(&tls.config));
+        let stream = connector.connect(name, stream).await.map_err(|error| tls.explained(error))?;
+        Self::open(stream, token).await.map_err(|error| tls.explained(error))
     }
 
     async fn open<S>(stream: S, token: Option<HeaderValue>) -> io::Result<Self>

@@ -10,7 +10,7 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem::PemObject as _},
 };
 
-use crate::{Client, Error};
+use crate::{Client, Error, mismatch::Tls};
 
 /// The address of a server: `http://host:port`, `https://host:port`, `host:port`, `unix://path` or `unixs://path`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -132,7 +132,7 @@ impl Credentials {
     /// # Errors
     ///
     /// [`Error::Flags`], which names the flag and the file.
-    pub fn tls(&self) -> Result<Arc<ClientConfig>, Error> {
+    pub(crate) fn tls(&self) -> Result<Tls, Error> {
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
         let builder = builder.map_err(|error| Error::Flags(format!("cannot set up TLS: {error}")))?;
@@ -153,7 +153,7 @@ impl Credentials {
             _ => builder.with_no_client_auth(),
         };
         config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Arc::new(config))
+        Ok(Tls::new(config))
     }
 
     fn roots(&self) -> Result<RootCertStore, Error> {
@@ -251,7 +251,7 @@ fn parse_one(text: &str) -> Result<Endpoint, String> {
 #[derive(Clone)]
 pub struct Target {
     pub endpoints: Vec<Endpoint>,
-    pub tls: Option<Arc<ClientConfig>>,
+    pub tls: Option<Tls>,
     /// Sent with every request.
     pub token: Option<HeaderValue>,
 }

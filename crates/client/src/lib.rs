@@ -15,6 +15,7 @@ pub use self::{
     connection::{Client, Connection, connection_lost},
     endpoint::{Address, Credentials, Endpoint, ServerFlags, Target},
     metrics::{Labels, MetricsPage},
+    mismatch::Tls,
     watch::WatchStream,
 };
 

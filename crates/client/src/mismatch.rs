@@ -2,11 +2,80 @@
 //!
 //! The libraries below report a message of an unknown type, a broken pipe or the end of the stream.
 
-use std::io;
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
-use tokio_rustls::rustls::{CertificateError, Error as TlsError, InvalidMessage};
+use tokio_rustls::rustls::{
+    CertificateError, ClientConfig, Error as TlsError, InvalidMessage, SignatureScheme, client::ResolvesClientCert,
+    sign::CertifiedKey,
+};
 
 use crate::endpoint::{Address, Endpoint};
+
+/// The TLS settings of connections.
+#[derive(Clone, Debug)]
+pub struct Tls {
+    pub(crate) config: Arc<ClientConfig>,
+    certificate: Arc<ClientCertificate>,
+}
+
+/// Selects the client certificate as the settings do, and records that a server has asked for one. rustls does not
+/// report it.
+#[derive(Debug)]
+struct ClientCertificate {
+    selects: Arc<dyn ResolvesClientCert>,
+    is_asked_for: AtomicBool,
+}
+
+impl Tls {
+    pub(crate) fn new(mut config: ClientConfig) -> Self {
+        let selects = Arc::clone(&config.client_auth_cert_resolver);
+        let certificate = Arc::new(ClientCertificate { selects, is_asked_for: AtomicBool::new(false) });
+        config.client_auth_cert_resolver = Arc::<ClientCertificate>::clone(&certificate);
+        Self { config: Arc::new(config), certificate }
+    }
+
+    /// Explains an error of opening a connection by the client certificate if the server has asked for one.
+    pub(crate) fn explained(&self, error: io::Error) -> io::Error {
+        let of_tls = error.get_ref().and_then(|cause| cause.downcast_ref::<TlsError>());
+        // The client finds the other errors of TLS, for example in the server's certificate.
+        let is_found_by_server = matches!(of_tls, None | Some(TlsError::AlertReceived(_)));
+        self.refusal().filter(|_| is_found_by_server).unwrap_or(error)
+    }
+
+    /// Returns the error for a server that closes the connection, if it has asked for a certificate. In TLS 1.3 it
+    /// verifies the certificate after the client's handshake, and its alert is lost if the client is sending data.
+    pub(crate) fn refusal(&self) -> Option<io::Error> {
+        if !self.certificate.is_asked_for.load(Ordering::Relaxed) {
+            return None;
+        }
+        Some(io::Error::other(if self.certificate.has_certs() {
+            "the server refused the client certificate; its log has the reason"
+        } else {
+            "the server requires a client certificate: use --cert and --key"
+        }))
+    }
+}
+
+impl ResolvesClientCert for ClientCertificate {
+    fn resolve(&self, root_hint_subjects: &[&[u8]], sigschemes: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        self.is_asked_for.store(true, Ordering::Relaxed);
+        self.selects.resolve(root_hint_subjects, sigschemes)
+    }
+
+    fn only_raw_public_keys(&self) -> bool {
+        self.selects.only_raw_public_keys()
+    }
+
+    fn has_certs(&self) -> bool {
+        self.selects.has_certs()
+    }
+}
 
 /// Returns the error for a server that does not answer without TLS.
 pub(crate) fn needs_tls(address: &Address) -> io::Error {

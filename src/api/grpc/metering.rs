@@ -26,6 +26,8 @@ use prometheus::IntCounter;
 use prost::Message as _;
 use prost_types::FileDescriptorSet;
 use tonic::codegen::BoxFuture;
+use tonic_health::pb::FILE_DESCRIPTOR_SET as HEALTH;
+use tonic_reflection::pb::{v1::FILE_DESCRIPTOR_SET as REFLECTION, v1alpha::FILE_DESCRIPTOR_SET as REFLECTION_ALPHA};
 use tower::{Layer, Service};
 
 pub use self::body::{ReceivedBody, SentBody};
@@ -74,9 +76,12 @@ impl Meter {
         slow_requests: &Arc<SlowRequests>,
         settings: &Settings,
     ) -> Result<Self, prost::DecodeError> {
-        let descriptors = FileDescriptorSet::decode(DESCRIPTORS)?;
         let mut methods = HashMap::new();
-        for file in &descriptors.file {
+        let mut files = Vec::new();
+        for descriptors in [DESCRIPTORS, HEALTH, REFLECTION, REFLECTION_ALPHA] {
+            files.extend(FileDescriptorSet::decode(descriptors)?.file);
+        }
+        for file in &files {
             for service in &file.service {
                 let service_name = format!("{}.{}", file.package(), service.name());
                 let request_bytes_max = settings.max_request_message_bytes(&service_name);
@@ -107,7 +112,7 @@ impl Counters {
     /// Returns whether a path without counters is that of a service whose methods have them.
     fn is_unknown_method(&self, path: &str) -> bool {
         fn service(path: &str) -> Option<&str> {
-            path.rsplit_once('/').map(|(service, _)| service)
+            path.strip_prefix('/')?.split_once('/').map(|(service, _)| service)
         }
         self.methods.keys().any(|known| service(known) == service(path))
     }

@@ -187,6 +187,11 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Auth/AuthStatus", Root, "": c.auth.auth_status(AuthStatusRequest {});
         "Auth/AuthEnable", Root, "": c.auth.auth_enable(AuthEnableRequest {});
         "Auth/UserAdd", Root, "": c.auth.user_add(AuthUserAddRequest { name: "new".to_owned(), ..Default::default() });
+        // Long passwords are refused when they are hashed, which takes long: a caller without rights is refused before.
+        "Auth/UserAdd", Root, "a long password": c.auth.user_add(AuthUserAddRequest { name: "long".to_owned(), password: "x".repeat(73), ..Default::default() });
+        "Auth/UserChangePassword", Root, "a long password": c.auth.user_change_password(AuthUserChangePasswordRequest {
+            name: "new".to_owned(), password: "x".repeat(73), ..Default::default()
+        });
         "Auth/UserChangePassword", Root, "": c.auth.user_change_password(AuthUserChangePasswordRequest { name: "new".to_owned(), ..Default::default() });
         "Auth/UserGet", Root, "another user": c.auth.user_get(AuthUserGetRequest { name: "new".to_owned() });
         "Auth/UserGet", OwnKeys, "the own user": c.auth.user_get(AuthUserGetRequest { name: "user".to_owned() });

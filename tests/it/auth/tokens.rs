@@ -3,9 +3,12 @@
 use std::{fs, path::Path, process::Command, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD as BASE64};
-use orlop_wire::proto::client::etcdserverpb::{
-    AuthDisableRequest, AuthEnableRequest, AuthRoleRevokePermissionRequest, AuthUserChangePasswordRequest,
-    AuthUserDeleteRequest,
+use orlop_wire::proto::client::{
+    authpb::UserAddOptions,
+    etcdserverpb::{
+        AuthDisableRequest, AuthEnableRequest, AuthRoleRevokePermissionRequest, AuthUserAddRequest,
+        AuthUserChangePasswordRequest, AuthUserDeleteRequest,
+    },
 };
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
@@ -16,7 +19,7 @@ use super::{
 };
 use crate::{
     start,
-    support::{Backend, Client, Server, on_both_backends, skip},
+    support::{Backend, Client, Server, eventually, on_both_backends, skip},
 };
 
 /// A change of users or roles is in force everywhere as soon as it was acknowledged.
@@ -67,6 +70,37 @@ async fn changes_are_in_force_at_once_at_every_instance(backend: Backend) {
     get(&mut user, "a").await.expect("tokens are ignored");
     root.auth.auth_enable(AuthEnableRequest {}).await.expect("Auth is enabled");
     check_refused(get(&mut user, "a").await, INVALID_TOKEN, "a get with a token from before Auth was disabled");
+}
+
+/// The check of a password takes long on purpose.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn login_gives_no_token_for_a_user_that_is_replaced_during_the_check() {
+    const LOGINS: &str = "grpc_server_started_total{grpc_method=\"Authenticate\",grpc_service=\"etcdserverpb.Auth\",\
+        grpc_type=\"unary\"}";
+    let flags = ["--bcrypt-cost", "12"];
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    let mut root = Client::connect(server.endpoint()).await;
+    enable(&mut root).await;
+    act_as(&mut root, "root").await;
+    let earlier_logins = server.metric(LOGINS).await;
+    let mut user = Client::connect(server.endpoint()).await;
+    let mut caller = user.clone();
+    let login = tokio::spawn(async move { caller.log_in("user", &password("user")).await });
+    eventually("the login", async || {
+        let logins = server.metric(LOGINS).await;
+        if logins > earlier_logins { Ok(()) } else { Err(logins) }
+    })
+    .await;
+    root.auth.user_delete(AuthUserDeleteRequest { name: "user".to_owned() }).await.expect("the user is deleted");
+    let options = Some(UserAddOptions { no_password: true });
+    let new = AuthUserAddRequest { name: "user".to_owned(), options, ..Default::default() };
+    root.auth.user_add(new).await.expect("a user");
+    grant_role(&mut root, "user", "root").await;
+    // If the check ended before the user was deleted, the token is one of that user.
+    if let Ok(token) = login.await.expect("the login ends") {
+        user.act_with(Some(&token));
+        check_refused(put(&mut user, "a").await, INVALID_TOKEN, "a put with the token of the replaced user");
+    }
 }
 
 /// As in etcd, each use of a simple token extends its life.
@@ -267,6 +301,29 @@ async fn only_jwts_with_valid_claims_and_the_right_algorithm_are_accepted() {
     check_refused(get(&mut client, "a").await, INVALID_TOKEN, "another key");
 }
 
+/// The server remembers tokens that it has verified.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jwt_that_was_used_is_refused_after_its_expiry() {
+    if !has_openssl() {
+        return;
+    }
+    let folder = TempDir::new().expect("a folder");
+    let (key, _) = keys(folder.path(), "HS256", "rand -out private 32");
+    let token = format!("{key},ttl=5s");
+    let flags = [&CHEAP[..], &["--auth-token", &token]].concat();
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    act_as(&mut client, "user").await;
+    get(&mut client, "a").await.expect("a get before the expiry");
+    let refused = eventually("a refusal", || {
+        let mut client = client.clone();
+        async move { get(&mut client, "a").await.err().ok_or("a get is served") }
+    })
+    .await;
+    check_refused(Err::<(), _>(refused), INVALID_TOKEN, "a get after the expiry");
+}
+
 /// Signs with the public key as the secret, which a server accepts that takes the algorithm from the token.
 fn hs256(claims: &str, folder: &Path) -> String {
     let signed = [r#"{"alg":"HS256"}"#, claims].map(|part| BASE64.encode(part)).join(".");
@@ -286,11 +343,14 @@ fn unusable_keys_stop_the_start() {
     keys(one.path(), "RS256", "genrsa -out private 2048");
     keys(other.path(), "RS256", "genrsa -out private 2048");
     let file = |folder: &TempDir, name: &str| folder.path().join(name).display().to_string();
-    let (public, private) = (file(&one, "public"), file(&one, "private"));
+    let (public, private, empty) = (file(&one, "public"), file(&one, "private"), file(&one, "empty"));
+    fs::write(&empty, "").expect("a file can be written");
     let setting = |options: String| format!("jwt,{options}");
     for (setting, because) in [
         (setting("sign-method=RS256".to_owned()), "pub-key and priv-key are missing"),
         (setting("sign-method=HS256".to_owned()), "priv-key is missing"),
+        // Everybody could sign tokens.
+        (setting(format!("sign-method=HS256,priv-key={empty}")), "priv-key is missing"),
         (setting(format!("sign-method=none,priv-key={private}")), "sign-method \"none\" is not one of HS256"),
         (setting("sign-method=RS256,pub-key=absent.pem".to_owned()), "cannot read absent.pem"),
         (setting(format!("sign-method=ES256,pub-key={public}")), "pub-key cannot be used with this sign-method"),

@@ -76,6 +76,29 @@ async fn times_of_a_clock_that_was_behind_are_uncertain(backend: Backend) {
     assert_eq!(stated_time(&mut client, behind).await, (0, false));
 }
 
+/// The record before the clock was behind may be deleted alone, because the store keeps a limited number of bytes.
+async fn times_of_a_clock_that_was_behind_stay_uncertain_when_older_ones_are_deleted(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let archive = Place::archive_of(&server);
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut model = Model::new();
+    put_until_recorded(&mut client, &mut model).await;
+    archive.execute("UPDATE kv_time SET at = at + 3600000").await;
+    let during = put_until_recorded(&mut client, &mut model).await - HOUR_MS;
+    let behind = model.head();
+    archive.execute("UPDATE kv_time SET at = at - 3600000").await;
+    let end = put_until_recorded(&mut client, &mut model).await;
+    assert_eq!(revision_at(&mut client, during).await, (Some(behind), true));
+    let name = if backend == Backend::Sqlite { "first_revision" } else { "archive_first" };
+    archive.execute(&format!("UPDATE meta SET value = {behind} WHERE name = '{name}'")).await;
+    let found = eventually("the deletion of times", async || match revision_at(&mut client.clone(), during).await {
+        found if found == (Some(behind), true) => Err(found),
+        found => Ok(found),
+    });
+    assert_eq!(found.await, (None, false));
+    assert_eq!(revision_at(&mut client, end).await, (Some(model.head()), false));
+}
+
 async fn snapshot_takes_contradictions_of_times_along(backend: Backend) {
     let Some(source) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
@@ -135,5 +158,6 @@ on_both_backends!(
     clock_that_was_set_back_is_believed,
     times_of_a_clock_that_was_ahead_are_uncertain,
     times_of_a_clock_that_was_behind_are_uncertain,
+    times_of_a_clock_that_was_behind_stay_uncertain_when_older_ones_are_deleted,
     snapshot_takes_contradictions_of_times_along,
 );

@@ -27,19 +27,21 @@ async fn oldest_readable_version_is_printed(backend: Backend) {
     fill(&mut client).await;
     let (status, text, error) = at(&server, &["history", "/a/1"]).await;
     let oldest = "revision 4  version 2  9 bytes  /a/1\n    one\n    three\n";
-    assert_eq!((status, &*without_times(&text), &*error), (0, oldest, ""));
+    let no_times = "orlop: the server records no times; it does if it runs with --history-retention\n";
+    assert!(text.contains("time unknown"), "{text}");
+    assert_eq!((status, &*without_times(&text), &*error), (0, oldest, no_times));
     put(&mut client, "/a/1", "one\nfour").await;
     let newest = "revision 7  version 3  8 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -three\n    +four\n";
     let both = [oldest, newest].concat();
     let nothing = "orlop: nothing found for the key /a/2; a prefix ends with / or needs --prefix\n";
     // Arguments, exit status, output, error.
     let table: &[(&[&str], i32, &str, &str)] = &[
-        (&["history", "/a/1"], 0, &both, ""),
-        (&["history", "/a/1", "--limit", "2"], 0, &both, ""),
-        (&["history", "/a/1", "--limit", "1"], 0, newest, ""),
-        (&["history", "/a/1", "--since", "6"], 0, newest, ""),
+        (&["history", "/a/1"], 0, &both, no_times),
+        (&["history", "/a/1", "--limit", "2"], 0, &both, no_times),
+        (&["history", "/a/1", "--limit", "1"], 0, newest, no_times),
+        (&["history", "/a/1", "--since", "6"], 0, newest, no_times),
         (&["history", "/a/2"], 1, "", nothing),
-        (&["history", "/c", "--brief"], 0, "revision 6  created  8 bytes  /c\n", ""),
+        (&["history", "/c", "--brief"], 0, "revision 6  created  8 bytes  /c\n", no_times),
     ];
     for (arguments, status, expected, error) in table {
         let (found, text, said) = at(&server, arguments).await;
@@ -56,6 +58,7 @@ async fn time_before_the_recorded_ones_is_a_warning(backend: Backend) {
     let (status, text, error) = at(&server, &["history", "/c", "--brief", "--since", "1h"]).await;
     assert_eq!((status, &*without_times(&text)), (0, "revision 6  created  8 bytes  /c\n"));
     assert!(error.contains("no revision is known for") && error.contains("all known versions are printed"), "{error}");
+    assert_eq!(error.matches("records no times").count(), 1, "{error}");
 }
 
 /// The version before the new one is read when the token of the command has expired.

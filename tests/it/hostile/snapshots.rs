@@ -1,6 +1,10 @@
 //! Attacks on snapshots.
 
+use orlop_wire::proto::client::etcdserverpb::SnapshotResponse;
+use tonic::{Status, Streaming};
+
 use super::*;
+use crate::support::Client;
 
 async fn unread_snapshots_do_not_block_others(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
@@ -31,4 +35,43 @@ async fn unread_snapshots_do_not_block_others(backend: Backend) {
     arena.survives("600 snapshots, never read", 800, held).await;
 }
 
-on_both_backends!(unread_snapshots_do_not_block_others,);
+/// Begins a snapshot on a connection of its own, which ends when the returned client is dropped.
+async fn begin(server: &Server) -> (Client, Streaming<SnapshotResponse>) {
+    let mut client = Client::connect(server.endpoint()).await;
+    let pieces = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a snapshot").into_inner();
+    (client, pieces)
+}
+
+/// Returns the size of a snapshot.
+async fn read(pieces: &mut Streaming<SnapshotResponse>) -> Result<usize, Status> {
+    let mut bytes = 0;
+    while let Some(piece) = timeout(DEADLINE, pieces.message()).await.expect("a piece in time")? {
+        bytes += piece.blob.len();
+    }
+    Ok(bytes)
+}
+
+/// The database keeps the state of a snapshot until it was read, and clients that share it wait for the slowest.
+async fn client_that_does_not_read_its_snapshot_is_disconnected(backend: Backend) {
+    let Some(server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    // More than the buffers of a connection.
+    for number in 0..32 {
+        client.kv.put(put(&format!("k{number}"), 1_000_000)).await.expect("a put");
+    }
+    // The one that is first has its own snapshot, and the other two share the next one.
+    let (mut slow, mut one, mut other) = tokio::join!(begin(&server), begin(&server), begin(&server));
+    let (one, other) = tokio::join!(read(&mut one.1), read(&mut other.1));
+    for bytes in [one, other] {
+        assert!(bytes.expect("a whole snapshot") > 32_000_000);
+    }
+    eventually("a warning", async || {
+        let log = server.log();
+        if log.contains("disconnecting clients that read their snapshot too slowly") { Ok(()) } else { Err(log) }
+    })
+    .await;
+    let cut = read(&mut slow.1).await.expect_err("the snapshot is cut off");
+    assert_eq!((cut.code(), cut.message()), (Code::Aborted, "orlop: the client read the snapshot too slowly"));
+}
+
+on_both_backends!(unread_snapshots_do_not_block_others, client_that_does_not_read_its_snapshot_is_disconnected);

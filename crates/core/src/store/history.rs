@@ -43,6 +43,10 @@ use crate::{
 const TIME_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without a record after which the times of revisions in between are not known.
 const GAP_MIN: Duration = Duration::from_secs(3);
+/// Time after a start in which the clock may not be set yet.
+const CLOCK_SET_MAX: Duration = Duration::from_secs(600);
+/// A clock that is less than this behind the newest recorded time may be set.
+const CLOCK_BEHIND_MIN_MS: i64 = 60_000;
 /// Interval at which old rows are deleted.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 /// Number of attempts to write to the archive, one a second, before rows are given up.
@@ -86,6 +90,8 @@ pub struct HistoryKeeper {
     keep: Keep,
     /// Number of calls of [`Self::keep`] and [`Self::finish`] that failed since the last one that succeeded.
     failures: AtomicU32,
+    /// When this process began to record times.
+    began: Instant,
     clock: Mutex<Clock>,
     even_clock: Mutex<EvenClock>,
 }
@@ -102,7 +108,8 @@ struct Clock {
 impl HistoryKeeper {
     pub fn new(settings: HistorySettings) -> Self {
         let HistorySettings { archive, keep } = settings;
-        Self { archive, keep, failures: AtomicU32::new(0), clock: Mutex::default(), even_clock: Mutex::default() }
+        let (began, failures) = (Instant::now(), AtomicU32::new(0));
+        Self { archive, keep, began, failures, clock: Mutex::default(), even_clock: Mutex::default() }
     }
 
     /// Begins to keep rows, if they are to be kept, and records the first moment. A store must start even if this is
@@ -228,10 +235,25 @@ impl HistoryKeeper {
             (head > clock.noted, clock.known_at.is_none_or(|at| at.elapsed() > GAP_MIN))
         };
         if is_new {
+            if has_gap && self.may_have_unset_clock().await? {
+                return Ok(());
+            }
             self.archive.note_time(head, has_gap).await?;
         }
         *self.clock.lock() = Clock { noted: head, known_at: Some(Instant::now()) };
         Ok(())
+    }
+
+    /// Returns whether the clock is soon after a start behind the recorded times. A machine without a clock of its own starts
+    /// with the time of its last stop, or an older one, until it has reached a time server. A record of that time would make
+    /// all times in between uncertain; without one, the revisions are known to be no newer than the next record.
+    async fn may_have_unset_clock(&self) -> log::Result<bool> {
+        if self.began.elapsed() > CLOCK_SET_MAX {
+            return Ok(false);
+        }
+        let newest = self.archive.moment_at(i64::MAX).await?;
+        let Some(newest) = newest else { return Ok(false) };
+        Ok(newest.unix_ms > self.archive.now_ms().await?.saturating_add(CLOCK_BEHIND_MIN_MS))
     }
 
     /// Ends the history of a store whose last revision is `head`.
@@ -243,7 +265,7 @@ impl HistoryKeeper {
         self.archive.close().await;
     }
 
-    /// Returns the newest revision that is certainly older than `age`, if there is one.
+    /// Returns the newest revision that is older than `age` by the recorded times, if they do not contradict each other.
     async fn revision_before(&self, now_ms: i64, age: Duration) -> log::Result<Option<Revision>> {
         let unix_ms = now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
         // The revision that is found for such a time may be one that a clock which was behind has recorded later.

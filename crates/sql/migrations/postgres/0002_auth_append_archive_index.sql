@@ -449,6 +449,8 @@ DECLARE
     reached   bigint;
     gone      bigint;
     gone_size bigint;
+    first_time bigint;
+    gone_ms   bigint;
 BEGIN
     UPDATE meta SET value = greatest(value, new_first) WHERE name = 'archive_first' RETURNING value INTO first;
     IF first IS NULL THEN
@@ -467,7 +469,14 @@ BEGIN
     IF gone = row_limit THEN
         RETURN true;
     END IF;
-    DELETE FROM kv_time t WHERE t.id < (SELECT max(k.id) FROM kv_time k WHERE k.id <= first);
+    -- The times that remain begin above the deleted ones: otherwise a time that the clock has passed twice, of which the first
+    -- was deleted, would seem certain.
+    SELECT max(t.id) INTO first_time FROM kv_time t WHERE t.id <= first;
+    SELECT max(t.at) INTO gone_ms FROM kv_time t
+    WHERE t.id < first_time AND t.at <= (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
+    DELETE FROM kv_time t WHERE t.id < coalesce(
+        (SELECT min(k.id) FROM kv_time k WHERE k.id >= first_time AND k.at > coalesce(gone_ms, k.at - 1)),
+        (SELECT max(k.id) FROM kv_time k WHERE first_time IS NOT NULL));
     SELECT value - bytes_max INTO too_many FROM meta WHERE name = 'archive_bytes';
     IF too_many <= 0 THEN
         RETURN false;

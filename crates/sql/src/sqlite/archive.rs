@@ -180,7 +180,7 @@ async fn prune(connection: &mut SqliteConnection, first: Revision, bytes_max: u6
     let deleted = delete_old(&mut transaction, facts.first.0).await?;
     let mut reclaimed = Reclaimed::More;
     if deleted < PRUNE_ROWS as usize {
-        sqlx::query(DELETE_TIMES).bind(facts.first.0).execute(&mut *transaction).await?;
+        sqlx::query(DELETE_TIMES).bind(facts.first.0).bind(now_ms()).execute(&mut *transaction).await?;
         let facts = sqlx::query_as(STATE).fetch_one(&mut *transaction).await.map(archive::state)?;
         let excess = facts.bytes.saturating_sub(bytes_max);
         let excess = i64::try_from(excess).unwrap_or(i64::MAX);

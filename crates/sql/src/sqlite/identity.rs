@@ -40,6 +40,8 @@ pub(super) struct Identity {
     found: Notify,
     /// If it no longer exists, the log was dropped, and its files may be removed.
     lock: Weak<FileLock>,
+    wal: PathBuf,
+    wal_id: Id,
 }
 
 struct Identified {
@@ -56,6 +58,11 @@ pub(super) struct Loss {
 }
 
 impl Loss {
+    /// Whether it is the database, and not only its lock.
+    pub(super) fn is_of_database(&self) -> bool {
+        self.meaning == REPLACED
+    }
+
     pub(super) fn end_process(&self) -> ! {
         disk_failed(&self.file, self.meaning)
     }
@@ -72,17 +79,20 @@ impl Id {
 }
 
 impl Identity {
-    /// Call it while a connection that may write is open.
+    /// Call it while a connection that may write is open: then there is a WAL.
     ///
     /// # Errors
     ///
-    /// If the database file has no metadata.
+    /// If a file has no metadata.
     pub(super) fn new(database: &Path, lock: &Arc<FileLock>) -> io::Result<Self> {
         let id = Id::of(&database.metadata()?);
         let database_file = Identified { path: database.to_owned(), id, meaning: REPLACED };
         let (path, id) = (with_suffix(database, LOCK), Id::of(&lock.metadata()?));
         let lock_file = Identified { path, id, meaning: UNLOCKED };
-        Ok(Self { files: [database_file, lock_file], found: Notify::new(), lock: Arc::downgrade(lock) })
+        let wal = with_suffix(database, "-wal");
+        let wal_id = Id::of(&wal.metadata()?);
+        let (found, lock) = (Notify::new(), Arc::downgrade(lock));
+        Ok(Self { files: [database_file, lock_file], found, lock, wal, wal_id })
     }
 
     /// Returns only if no file was replaced or removed; otherwise the checkpointer ends the process. Call it after a connection
@@ -110,6 +120,20 @@ impl Identity {
     pub(super) async fn loss_async(self: &Arc<Self>) -> Option<Loss> {
         let identity = Arc::clone(self);
         blocking(move || identity.loss()).await.flatten()
+    }
+
+    /// Renames the WAL, so that no process takes it for that of another database. Returns the new name; `None` if it is no longer
+    /// beside the name of the database.
+    pub(super) fn move_wal(&self) -> io::Result<Option<PathBuf>> {
+        match self.wal.metadata() {
+            Ok(found) if Id::of(&found) == self.wal_id => {}
+            Ok(_) => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        let moved = with_suffix(&self.wal, "-of-moved-file");
+        std::fs::rename(&self.wal, &moved)?;
+        Ok(Some(moved))
     }
 
     /// Returns the first file that was replaced or removed. One that cannot be looked at counts as unchanged.
@@ -141,6 +165,7 @@ mod tests {
     fn identity(folder: &Path) -> (Identity, Arc<FileLock>) {
         let database = folder.join("orlop.db");
         fs::write(&database, "a database").expect("a file");
+        fs::write(with_suffix(&database, "-wal"), "a WAL").expect("a file");
         let lock = Arc::new(FileLock::acquire(&database).expect("the lock is free"));
         (Identity::new(&database, &lock).expect("there are two files"), lock)
     }
@@ -171,6 +196,17 @@ mod tests {
                 drop(lock);
             }
         }
+    }
+
+    #[test]
+    fn only_the_own_wal_is_moved() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (identity, _lock) = identity(folder.path());
+        let moved = identity.move_wal().expect("it can be moved").expect("it is there");
+        assert_eq!(fs::read_to_string(&moved).expect("it was moved"), "a WAL");
+        assert_eq!(identity.move_wal().expect("nothing fails"), None);
+        fs::write(&identity.wal, "that of another database").expect("a file");
+        assert_eq!(identity.move_wal().expect("nothing fails"), None);
     }
 
     #[test]

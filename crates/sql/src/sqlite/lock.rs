@@ -105,8 +105,8 @@ fn refuse_use_by_another_name(database: &Path) -> Result<()> {
     };
     let owner = lock.pid.map_or_else(String::new, |pid| format!(" (process {})", pid.as_raw_nonzero()));
     Err(Error::Open(format!(
-        "database {name} is in use by another process{owner}, and the file has {links} names (hard links): two servers on \
-         two names of a file damage it; stop the other process, or start on a copy of the database that is no link"
+        "database {name} is used or read by another process{owner}, and the file has {links} names (hard links): two servers \
+         on two names of a file damage it; end the other process, or start on a copy of the database that is no link"
     )))
 }
 

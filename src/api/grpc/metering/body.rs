@@ -117,8 +117,9 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Unpin> Body for ReceivedBody
                 }
             }
             Poll::Ready(Some(Ok(_)) | None) if self.is_awaited => trace::set_received(),
-            // After an error the rest of the request never arrives.
-            Poll::Ready(_) => {}
+            Poll::Ready(Some(Ok(_)) | None) => {}
+            // The rest of the request never arrives.
+            Poll::Ready(Some(Err(_))) => trace::set_awaited(),
         }
         frame.map_err(Into::into)
     }
