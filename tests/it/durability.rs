@@ -1,6 +1,8 @@
 //! Every acknowledged write survives a kill and a clean stop of the process, and the state rebuilt from the log equals
 //! the state in memory before.
 
+mod synced;
+
 use std::{
     collections::BTreeMap,
     path::Path,

@@ -1,5 +1,7 @@
 //! The contract of the log, tested without a server.
 
+mod shared;
+
 use std::{path::Path, sync::Arc, time::Duration};
 
 use orlop_core::{
@@ -33,18 +35,20 @@ async fn place(backend: Backend, home: &TempDir) -> Option<String> {
 async fn open_at(backend: Backend, place: &str) -> Arc<dyn Log> {
     match backend {
         Backend::Sqlite => Arc::new(SqliteLog::open(Path::new(place)).await.expect("the file opens")),
-        Backend::Postgres => {
-            let settings = PostgresSettings {
-                endpoint: place.to_owned(),
-                poll_interval: Duration::from_secs(1),
-                connections_max: 2,
-                name: "test".to_owned(),
-                client_urls: Vec::new(),
-                durability: Durability::Synced,
-            };
-            Arc::new(PostgresLog::open(settings).await.expect("the database opens"))
-        }
+        Backend::Postgres => Arc::new(open_postgres(place).await),
     }
+}
+
+async fn open_postgres(endpoint: &str) -> PostgresLog {
+    let settings = PostgresSettings {
+        endpoint: endpoint.to_owned(),
+        poll_interval: Duration::from_secs(1),
+        connections_max: 2,
+        name: "test".to_owned(),
+        client_urls: Vec::new(),
+        durability: Durability::Synced,
+    };
+    PostgresLog::open(settings).await.expect("the database opens")
 }
 
 const fn row(revision: i64, sub: u32) -> RowId {
@@ -355,10 +359,28 @@ async fn append_at_another_position_adds_nothing(backend: Backend) {
     log.close(&[]).await;
 }
 
+/// An instance that lost its connection may repeat a compaction after a later one of another instance.
+async fn lower_compact_revision_is_ignored(backend: Backend) {
+    let home = TempDir::new().expect("a folder");
+    let Some(log) = open(backend, &home).await else { return };
+    append(&*log, &[put("a", row(2, 0), None), put("b", row(3, 0), None), put("c", row(4, 0), None)], &[], None).await;
+    append(&*log, &[], &[], Some(Revision(4))).await;
+    for reads in [None, Some(&ReadSet::default())] {
+        let expected = log.meta().await.expect("the log answers").position;
+        let compact = Some(Revision(3));
+        let lower = Append { expected, changes: &[], reads, leases: &[], compact, fact: None, auth: None };
+        assert_eq!(log.append(lower).await.expect("the log answers"), Appended::Done, "{reads:?}");
+        let recorded = log.meta().await.expect("the log answers").compact_revision;
+        assert_eq!(recorded, Some(Revision(4)), "{reads:?}");
+    }
+    log.close(&[]).await;
+}
+
 on_both_backends!(
     pages_are_limited_in_bytes_and_rows,
     missing_revisions_take_no_pages,
     replayed_pages_are_limited_in_bytes_of_keys,
     frozen_log_does_not_change,
     append_at_another_position_adds_nothing,
+    lower_compact_revision_is_ignored,
 );

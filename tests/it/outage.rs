@@ -1,5 +1,6 @@
 //! The database becomes unavailable and comes back, with the same or with different contents.
 
+mod crashed;
 mod restored;
 
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
@@ -316,31 +317,6 @@ async fn replaced_log_stops_the_instance() {
     let log = server.log_tail();
     assert!(log.contains("revision 3 differs") && log.contains("ends at revision 4"), "{log}");
     assert_eq!(put_at(&mut other_client, "another").await, 5, "the other server continues");
-}
-
-/// The WAL writer is slow, so that a commit is flushed only if it waits for that.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn commits_stay_synchronous_when_the_server_is_reconfigured() {
-    let Some(postgres) = Postgres::start().await else { return };
-    let server = Server::orlop_on(&postgres.create_database(), &[]).await;
-    let client = Client::connect(server.endpoint()).await;
-    put_with_retries(&client, "before").await;
-    for sql in ["ALTER SYSTEM SET synchronous_commit = off", "ALTER SYSTEM SET wal_writer_delay = '10s'"] {
-        postgres.psql("postgres", sql);
-    }
-    postgres.psql("postgres", "SELECT pg_reload_conf()");
-    eventually("the new setting", async || match postgres.psql("postgres", "SHOW synchronous_commit") {
-        setting if setting == "off" => Ok(()),
-        setting => Err(setting),
-    })
-    .await;
-    let mut head = 0;
-    for _ in 0..20 {
-        head = put_with_retries(&client, "after").await;
-    }
-    postgres.crash();
-    postgres.start_again().await;
-    assert_eq!(put_with_retries(&client, "later").await, head + 1);
 }
 
 /// Some hosted databases do not permit the functions by which a former primary is recognized.

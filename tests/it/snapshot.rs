@@ -415,7 +415,12 @@ async fn restore_into_a_used_postgres_is_refused() {
     }
     check_refused(&restore, &["already contains a log"]);
     let mut other = PgConnection::connect(&datastore).await.expect("a connection");
-    for sql in ["DELETE FROM kv_log", "BEGIN; SELECT orlop_lock()"] {
+    sqlx::raw_sql("DELETE FROM kv_log; INSERT INTO auth_role VALUES ('role')")
+        .execute(&mut other)
+        .await
+        .expect("a role");
+    check_refused(&restore, &["already contains a log"]);
+    for sql in ["DELETE FROM auth_role", "BEGIN; SELECT orlop_lock()"] {
         sqlx::raw_sql(sql).execute(&mut other).await.expect("an empty log, and its lock");
     }
     check_refused(&restore, &["no response within 12s; another restore, import or server may hold the lock"]);

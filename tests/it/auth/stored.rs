@@ -3,15 +3,17 @@
 use std::fs;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthRoleGetRequest, AuthRoleRevokePermissionRequest, AuthStatusRequest, AuthUserAddRequest,
-    AuthUserChangePasswordRequest, AuthUserGetRequest, RangeRequest,
+    AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest, AuthRoleRevokePermissionRequest, AuthStatusRequest,
+    AuthUserAddRequest, AuthUserChangePasswordRequest, AuthUserDeleteRequest, AuthUserGetRequest, RangeRequest,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, Row as _, SqliteConnection};
 use tempfile::TempDir;
 use tokio::time::timeout;
 use tonic::Code;
 
-use super::{CHEAP, DENIED, INVALID_TOKEN, act_as, add_role, add_user, check_refused, enable, get, password, put};
+use super::{
+    CHEAP, DENIED, INVALID_TOKEN, act_as, add_role, add_user, check_refused, enable, get, grant_role, password, put,
+};
 use crate::{
     snapshot::{restored, save},
     support::{Backend, Client, DEADLINE, Postgres, Server, database_name, on_both_backends, prints},
@@ -50,6 +52,33 @@ async fn users_and_roles_are_rows(backend: Backend) {
     let _ = act_as(&mut client, "user").await;
     put(&mut client, "a").await.expect("a permitted put");
     check_refused(put(&mut client, "x").await, DENIED, "rights are the same after a restart");
+}
+
+/// A start refuses roles of a user that does not exist, and permissions of such a role.
+async fn deleted_users_and_roles_leave_nothing(backend: Backend) {
+    let Some(mut server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    for role in ["kept", "deleted"] {
+        add_role(&mut client, role, "a", "b").await;
+    }
+    for user in ["kept", "deleted"] {
+        add_user(&mut client, user).await;
+        grant_role(&mut client, user, "kept").await;
+        grant_role(&mut client, user, "deleted").await;
+    }
+    client.auth.user_delete(AuthUserDeleteRequest { name: "deleted".to_owned() }).await.expect("a user is deleted");
+    client.auth.role_delete(AuthRoleDeleteRequest { role: "deleted".to_owned() }).await.expect("a role is deleted");
+    server.terminate().await;
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    add_user(&mut client, "deleted").await;
+    client.auth.role_add(AuthRoleAddRequest { name: "deleted".to_owned() }).await.expect("a role");
+    for (name, roles, permissions) in [("kept", &["kept".to_owned()][..], 1), ("deleted", &[], 0)] {
+        let user = AuthUserGetRequest { name: name.to_owned() };
+        assert_eq!(client.auth.user_get(user).await.expect("a user").into_inner().roles, roles, "{name}");
+        let role = AuthRoleGetRequest { role: name.to_owned() };
+        assert_eq!(client.auth.role_get(role).await.expect("a role").into_inner().perm.len(), permissions, "{name}");
+    }
 }
 
 /// A snapshot has users and roles, and a store that was restored from it gives tokens of its own.
@@ -207,4 +236,9 @@ async fn permission_is_revoked_while_all_tables_are_published() {
     assert!(client.auth.role_get(role).await.expect("the role").into_inner().perm.is_empty());
 }
 
-on_both_backends!(users_and_roles_are_rows, snapshots_have_users_and_roles, secrets_are_in_no_log,);
+on_both_backends!(
+    users_and_roles_are_rows,
+    deleted_users_and_roles_leave_nothing,
+    snapshots_have_users_and_roles,
+    secrets_are_in_no_log,
+);

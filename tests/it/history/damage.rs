@@ -88,6 +88,43 @@ async fn archive_of_an_earlier_state_is_set_aside() {
     assert_eq!(fs::read(archive.with_file_name("orlop.db-archive.unused")).expect("it was moved"), earlier);
 }
 
+/// For example because the database was restored from a copy without its archive.
+#[tokio::test]
+async fn archive_of_a_later_state_is_set_aside() {
+    let (mut server, mut model, archive) = stopped().await;
+    let database = server.data_dir().join("orlop.db");
+    let (earlier, mut later) = (fs::read(&database).expect("the database exists"), model.clone());
+    let mut random = Random::new(15);
+    server.restart().await;
+    let mut client = Client::connect(server.endpoint()).await;
+    for _ in 0..100 {
+        write(&mut client, &mut later, &mut random).await;
+    }
+    compact(&mut client, later.head() - 5).await;
+    assert!(server.terminate().await.success());
+    let content = fs::read(&archive).expect("the archive exists");
+    fs::write(&database, &earlier).expect("a file can be written");
+    let compacted = model.head() - 5;
+    let first = serves(&mut server, &mut model).await.first_revision;
+    assert!(first >= compacted, "{first}");
+    assert!(server.log().contains("it is of a later state than the database"), "{}", server.log_tail());
+    assert_eq!(fs::read(archive.with_file_name("orlop.db-archive.unused")).expect("it was moved"), content);
+}
+
+#[tokio::test]
+async fn archive_of_another_store_is_set_aside() {
+    let (mut server, mut model, archive) = stopped().await;
+    // The same writes, so that nothing but its cluster ID distinguishes it.
+    let (_other, _, foreign) = stopped().await;
+    let foreign = fs::read(foreign).expect("the archive exists");
+    fs::write(&archive, &foreign).expect("a file can be written");
+    let compacted = model.head() - 5;
+    let first = serves(&mut server, &mut model).await.first_revision;
+    assert!(first >= compacted, "{first}");
+    assert!(server.log().contains("it belongs to another store"), "{}", server.log_tail());
+    assert_eq!(fs::read(archive.with_file_name("orlop.db-archive.unused")).expect("it was moved"), foreign);
+}
+
 /// For example because a newer version wrote it.
 #[tokio::test]
 async fn archive_that_cannot_be_opened_at_a_start_stays_and_is_used_later() {

@@ -28,7 +28,8 @@ async fn each_changed_file_locks_a_client_out() {
     let revoking = ["--client-crl-file", text(&list)];
     let table: [Row<'_>; 3] = [
         ("the revocation list", &revoking, &good, &|| drop(ours.revoke(&bad)), ""),
-        ("the trusted roots", &[], &good_of_theirs, &|| copy(&theirs.root(), &trusted), ""),
+        // The list is that of another authority with the same name.
+        ("the trusted roots", &revoking, &good_of_theirs, &|| copy(&theirs.root(), &trusted), ""),
         // Last, because the certificate stays wrong.
         (
             "the revocation list beside a wrong certificate of the server",

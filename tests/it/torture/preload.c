@@ -6,7 +6,9 @@
  * If TORTURE_SHADOW names a folder, the library keeps there what a power cut would leave of each database file: the
  * synced pages, and other pages chosen at random, as if the kernel had written them back. If a sync fails, the pages
  * that it should have written count as clean, as on Linux; they reach the disk only if they are written again. Which
- * pages are dirty is kept there too, because the kernel knows it after the end of a process. */
+ * pages are dirty is kept there too, because the kernel knows it after the end of a process.
+ *
+ * If TORTURE_SYNCS names a file, each sync of any file or folder adds a line with its size and path to it. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -67,13 +69,32 @@ static int ends_with(const char *text, const char *end) {
     return length >= end_length && strcmp(text + length - end_length, end) == 0;
 }
 
-static enum file file_of(int fd) {
-    char link[64], path[4096];
+#define PATH 4096
+
+/* Fills path, which has room for PATH bytes. Returns its length, or -1. */
+static ssize_t path_of(int fd, char *path) {
+    char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 0) return OTHER;
-    path[length] = 0;
+    ssize_t length = readlink(link, path, PATH - 1);
+    if (length >= 0) path[length] = 0;
+    return length;
+}
+
+static enum file file_of(int fd) {
+    char path[PATH];
+    if (path_of(fd, path) < 0) return OTHER;
     return ends_with(path, ".db-wal") ? WAL : ends_with(path, ".db") ? DATABASE : OTHER;
+}
+
+static void list_sync(int fd) {
+    const char *list = getenv("TORTURE_SYNCS");
+    char path[PATH], line[PATH + 32];
+    struct stat stat;
+    if (list == NULL || path_of(fd, path) < 0 || fstat(fd, &stat) != 0) return;
+    int length = snprintf(line, sizeof line, "%lld %s\n", (long long)stat.st_size, path);
+    int out = open(list, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (out < 0 || syscall(SYS_write, out, line, (size_t)length) != length) abort();
+    close(out);
 }
 
 /* The shadow of a file: the contents that a power cut would leave. */
@@ -168,19 +189,19 @@ static int fails(enum field files, enum file file) { return (control[files] & fi
 
 static int sync_file(long call, int fd) {
     enum file file = is_ready() ? file_of(fd) : OTHER;
-    if (file == OTHER) return (int)syscall(call, fd);
-    if (control[SYNC_DELAY_MS] > 0) {
+    if (file != OTHER && control[SYNC_DELAY_MS] > 0) {
         count(SYNCS_DELAYED);
         usleep((useconds_t)(control[SYNC_DELAY_MS] * 1000));
     }
-    if (fails(SYNC_FILES, file)) {
+    if (file != OTHER && fails(SYNC_FILES, file)) {
         synced(fd, file, 1);
         count(SYNCS_FAILED);
         errno = (int)control[SYNC_ERRNO];
         return -1;
     }
     int done = (int)syscall(call, fd);
-    if (done == 0) synced(fd, file, 0);
+    if (done == 0) list_sync(fd);
+    if (done == 0 && file != OTHER) synced(fd, file, 0);
     return done;
 }
 

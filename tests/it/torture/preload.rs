@@ -77,6 +77,19 @@ impl Preload {
         ]
     }
 
+    /// Returns the environment variables of a process whose syncs are listed.
+    pub fn listing_environment(&self) -> Vec<(String, OsString)> {
+        let list = ("TORTURE_SYNCS".to_owned(), self.home.path().join("syncs").into_os_string());
+        self.environment().into_iter().chain([list]).collect()
+    }
+
+    /// Returns the files and folders that were synced, in order, with their size at that time.
+    pub fn syncs(&self) -> Vec<(PathBuf, u64)> {
+        let list = fs::read_to_string(self.home.path().join("syncs")).unwrap_or_default();
+        let sync = |line: &str| line.split_once(' ').and_then(|(size, path)| Some((path.into(), size.parse().ok()?)));
+        list.lines().map(|line| sync(line).expect("a line has a size and a path")).collect()
+    }
+
     pub fn set(&self, field: Field, value: i64) {
         self.control.write_all_at(&value.to_le_bytes(), field as u64 * FIELD_BYTES).expect("the file exists");
     }
