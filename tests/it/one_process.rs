@@ -140,14 +140,19 @@ async fn replaces_file(is_read: bool) {
     assert!(!sends_snapshot(&mut client).await, "it would be of the other file: {}", server.log_tail());
     assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{}", server.log_tail());
     check_log(&server, "the database file was replaced or removed while it was in use");
-    drop(reader);
-
     server.restart().await;
     assert!(has_key(&server, "k").await && !has_key(&server, "late").await);
+    // The next server does not share the index of the WAL with the reader.
+    let mut client = Client::connect(server.endpoint()).await;
+    client.kv.put(PutRequest { key: "new".into(), ..put() }).await.expect("a put");
+    server.kill();
+    drop(reader);
+    server.restart().await;
+    assert!(has_key(&server, "new").await);
     assert!(server.terminate().await.success());
     // All acknowledged writes are in the file that was moved away.
     fs::rename(&moved, &file).expect("a file can be replaced");
-    let [wal, moved_wal] = ["orlop.db-wal", "orlop.db-wal-of-moved-file"].map(|name| server.data_dir().join(name));
+    let [wal, moved_wal] = ["orlop.db-wal", "orlop.db-wal-of-moved-file-0"].map(|name| server.data_dir().join(name));
     assert_eq!(moved_wal.exists(), is_read);
     if is_read {
         fs::rename(&moved_wal, &wal).expect("a file can be renamed");

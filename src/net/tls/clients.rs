@@ -33,14 +33,23 @@ pub(super) fn other_reason(error: &Error) -> Option<String> {
 pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifier>, String> {
     let file = settings.trusted_ca_file.display();
     let trusted = certificates("trusted-ca-file", &settings.trusted_ca_file)?;
-    let revoked = settings.crl_file.as_deref().map_or(Ok(Revoked::default()), revoked)?;
+    let lists = settings.crl_file.as_deref().map_or(Ok(Vec::new()), revocation_lists)?;
     let mut roots = RootCertStore::empty();
     for certificate in &trusted {
         roots.add(certificate.clone()).map_err(|error| format!("trusted-ca-file {file}: {error}"))?;
     }
-    let provider = Arc::new(ring::default_provider());
-    let builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
-    let verifier = builder.build().map_err(|error| format!("trusted-ca-file {file}: {error}"))?;
+    let (roots, provider) = (Arc::new(roots), Arc::new(ring::default_provider()));
+    let builder = || WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider));
+    let verifier = builder().build().map_err(|error| format!("trusted-ca-file {file}: {error}"))?;
+    let revoked = match &settings.crl_file {
+        Some(crl_file) => {
+            let unreadable = |reason| format!("client-crl-file {}: {reason}", crl_file.display());
+            // webpki refuses what this module would read in part: more than one list in DER, delta lists, indirect lists.
+            builder().with_crls(lists.clone()).build().map_err(|error| unreadable(error.to_string()))?;
+            Revoked::read(&lists).map_err(unreadable)?
+        }
+        None => Revoked::default(),
+    };
     let names = settings.allowed_hostnames.iter().map(|name| {
         ServerName::try_from(name.clone())
             .map_err(|_| format!("client-cert-allowed-hostname: {name:?} is not a valid name for a certificate"))
@@ -48,17 +57,18 @@ pub(super) fn verifier(settings: &TlsClients) -> Result<Arc<dyn ClientCertVerifi
     Ok(Arc::new(Verifier { verifier, trusted, revoked, names: names.collect::<Result<_, _>>()? }))
 }
 
-fn revoked(file: &Path) -> Result<Revoked, String> {
+fn revocation_lists(file: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
     let unreadable = |reason: String| format!("client-crl-file {}: {reason}", file.display());
     let bytes = std::fs::read(file).map_err(|error| unreadable(error.to_string()))?;
     let lists: Vec<_> = CertificateRevocationListDer::pem_slice_iter(&bytes)
         .collect::<Result<_, pem::Error>>()
         .map_err(|error| unreadable(error.to_string()))?;
     if !lists.is_empty() {
-        return Revoked::read(&lists).map_err(unreadable);
+        return Ok(lists);
     }
+    // The file is then DER.
     if bytes.first() == Some(&0x30) {
-        return Revoked::read(&[CertificateRevocationListDer::from(bytes)]).map_err(unreadable);
+        return Ok(vec![CertificateRevocationListDer::from(bytes)]);
     }
     Err(unreadable("it contains no revocation list in PEM or DER format".to_owned()))
 }

@@ -253,7 +253,11 @@ impl HistoryKeeper {
         }
         let newest = self.archive.moment_at(i64::MAX).await?;
         let Some(newest) = newest else { return Ok(false) };
-        Ok(newest.unix_ms > self.archive.now_ms().await?.saturating_add(CLOCK_BEHIND_MIN_MS))
+        if newest.unix_ms <= self.archive.now_ms().await?.saturating_add(CLOCK_BEHIND_MIN_MS) {
+            return Ok(false);
+        }
+        // After a clock that was ahead, the time of the last record is an earlier one.
+        Ok(self.archive.clock_steps().await?.iter().all(|step| step.revision <= newest.revision))
     }
 
     /// Ends the history of a store whose last revision is `head`.

@@ -213,26 +213,26 @@ impl Shared {
 }
 
 /// Copies the WAL into the database file, whatever its name is now, empties the WAL, and ends the process. The next process may
-/// find the WAL beside another database, which it would damage: a WAL that cannot be emptied, because somebody reads it, gets
-/// another name. No write is acknowledged meanwhile.
+/// find the WAL and its index beside another database, which it would damage: a WAL that cannot be emptied, because somebody
+/// reads it, gets another name. No write is acknowledged meanwhile.
 async fn end_process(loss: &Loss, identity: &Identity, connection: &mut SqliteConnection, writer: &Writer) -> ! {
     let _blocked = timeout(LAST_STEP_MAX, writer.block()).await;
     let truncate = sqlx::query_scalar::<_, bool>("PRAGMA wal_checkpoint(TRUNCATE)").fetch_one(connection);
     // Its first column says whether it could not wait for the readers any longer.
     let is_empty = timeout(LAST_STEP_MAX, truncate).await.is_ok_and(|is_busy| is_busy.is_ok_and(|is_busy| !is_busy));
-    if !is_empty && loss.is_of_database() {
-        match identity.move_wal() {
+    if loss.is_of_database() {
+        match identity.leave_name(is_empty) {
             Ok(Some(wal)) => warn!(
                 wal = %wal.display(),
                 "the WAL, which contains the last writes to the database file that was moved away, has another name now: before \
                  you use that file, rename the WAL to the file's name with -wal"
             ),
-            // It was moved with the database.
+            // It is empty, or was moved with the database.
             Ok(None) => {}
             Err(error) => warn!(
                 %error,
-                "cannot empty or rename the WAL, which belongs to the database file that was moved away: never start a server \
-                 with this WAL on another file"
+                "cannot rename the WAL or remove its index, which belong to the database file that was moved away: remove \
+                 orlop.db-wal and orlop.db-shm before you start a server on another file"
             ),
         }
     }

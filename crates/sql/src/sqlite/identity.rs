@@ -8,7 +8,7 @@
 //! it is first opened for writing, so this must have happened before.
 
 use std::{
-    fs::Metadata,
+    fs::{self, Metadata},
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
@@ -17,7 +17,10 @@ use std::{
     time::Duration,
 };
 
-use orlop_core::supervise::{blocking, disk_failed};
+use orlop_core::{
+    files::sync_folder_of,
+    supervise::{blocking, disk_failed},
+};
 use tokio::sync::Notify;
 
 use super::{
@@ -40,8 +43,27 @@ pub(super) struct Identity {
     found: Notify,
     /// If it no longer exists, the log was dropped, and its files may be removed.
     lock: Weak<FileLock>,
-    wal: PathBuf,
-    wal_id: Id,
+    wal: Beside,
+    shm: Beside,
+}
+
+/// A file beside the database, which belongs to the database file that is open, whatever its name is now.
+struct Beside {
+    path: PathBuf,
+    id: Option<Id>,
+}
+
+impl Beside {
+    fn new(database: &Path, suffix: &str) -> Self {
+        let path = with_suffix(database, suffix);
+        let id = path.metadata().ok().map(|found| Id::of(&found));
+        Self { path, id }
+    }
+
+    /// Returns whether it is still beside the name of the database.
+    fn is_in_place(&self) -> bool {
+        self.id.is_some() && self.path.metadata().ok().map(|found| Id::of(&found)) == self.id
+    }
 }
 
 struct Identified {
@@ -79,20 +101,19 @@ impl Id {
 }
 
 impl Identity {
-    /// Call it while a connection that may write is open: then there is a WAL.
+    /// Call it while a connection that may write is open: then there are a WAL and its index.
     ///
     /// # Errors
     ///
-    /// If a file has no metadata.
+    /// If the database or its lock has no metadata.
     pub(super) fn new(database: &Path, lock: &Arc<FileLock>) -> io::Result<Self> {
         let id = Id::of(&database.metadata()?);
         let database_file = Identified { path: database.to_owned(), id, meaning: REPLACED };
         let (path, id) = (with_suffix(database, LOCK), Id::of(&lock.metadata()?));
         let lock_file = Identified { path, id, meaning: UNLOCKED };
-        let wal = with_suffix(database, "-wal");
-        let wal_id = Id::of(&wal.metadata()?);
+        let [wal, shm] = ["-wal", "-shm"].map(|suffix| Beside::new(database, suffix));
         let (found, lock) = (Notify::new(), Arc::downgrade(lock));
-        Ok(Self { files: [database_file, lock_file], found, lock, wal, wal_id })
+        Ok(Self { files: [database_file, lock_file], found, lock, wal, shm })
     }
 
     /// Returns only if no file was replaced or removed; otherwise the checkpointer ends the process. Call it after a connection
@@ -122,17 +143,21 @@ impl Identity {
         blocking(move || identity.loss()).await.flatten()
     }
 
-    /// Renames the WAL, so that no process takes it for that of another database. Returns the new name; `None` if it is no longer
-    /// beside the name of the database.
-    pub(super) fn move_wal(&self) -> io::Result<Option<PathBuf>> {
-        match self.wal.metadata() {
-            Ok(found) if Id::of(&found) == self.wal_id => {}
-            Ok(_) => return Ok(None),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
+    /// Removes the index of the WAL, and renames the WAL unless it is empty, so that no process takes them for those of another
+    /// database: it would share the index with those who still read the file that was moved. Returns the new name of the WAL;
+    /// `None` if it keeps its name or is no longer beside the name of the database.
+    pub(super) fn leave_name(&self, is_wal_empty: bool) -> io::Result<Option<PathBuf>> {
+        if self.shm.is_in_place() {
+            fs::remove_file(&self.shm.path)?;
         }
-        let moved = with_suffix(&self.wal, "-of-moved-file");
-        std::fs::rename(&self.wal, &moved)?;
+        if is_wal_empty || !self.wal.is_in_place() {
+            return Ok(None);
+        }
+        // An earlier one may contain the last writes to another file.
+        let mut names = (0..).map(|number| with_suffix(&self.wal.path, &format!("-of-moved-file-{number}")));
+        let Some(moved) = names.find(|name| !name.exists()) else { return Ok(None) };
+        fs::rename(&self.wal.path, &moved)?;
+        sync_folder_of(&moved)?;
         Ok(Some(moved))
     }
 
@@ -157,15 +182,15 @@ impl Identity {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     /// Returns the identity of new files in a folder, with the lock.
     fn identity(folder: &Path) -> (Identity, Arc<FileLock>) {
         let database = folder.join("orlop.db");
         fs::write(&database, "a database").expect("a file");
-        fs::write(with_suffix(&database, "-wal"), "a WAL").expect("a file");
+        for name in ["-wal", "-shm"] {
+            fs::write(with_suffix(&database, name), name).expect("a file");
+        }
         let lock = Arc::new(FileLock::acquire(&database).expect("the lock is free"));
         (Identity::new(&database, &lock).expect("there are two files"), lock)
     }
@@ -199,14 +224,28 @@ mod tests {
     }
 
     #[test]
-    fn only_the_own_wal_is_moved() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let (identity, _lock) = identity(folder.path());
-        let moved = identity.move_wal().expect("it can be moved").expect("it is there");
-        assert_eq!(fs::read_to_string(&moved).expect("it was moved"), "a WAL");
-        assert_eq!(identity.move_wal().expect("nothing fails"), None);
-        fs::write(&identity.wal, "that of another database").expect("a file");
-        assert_eq!(identity.move_wal().expect("nothing fails"), None);
+    fn only_the_own_wal_and_index_leave_their_names() {
+        for is_wal_empty in [false, true] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let (identity, _lock) = identity(folder.path());
+            let wal = identity.wal.path.clone();
+            let earlier = with_suffix(&wal, "-of-moved-file-0");
+            fs::write(&earlier, "an earlier one").expect("a file");
+            let moved = identity.leave_name(is_wal_empty).expect("nothing fails");
+            assert_eq!(moved.is_none(), is_wal_empty);
+            let kept = moved.as_ref().unwrap_or(&wal);
+            assert_eq!(fs::read_to_string(kept).expect("it exists"), "-wal");
+            assert_eq!(fs::read_to_string(&earlier).expect("it exists"), "an earlier one");
+            assert!(!identity.shm.path.exists());
+            // Those of another database.
+            let others = [wal, identity.shm.path.clone()];
+            for file in &others {
+                fs::write(file.with_extension("new"), "other").expect("a file");
+                fs::rename(file.with_extension("new"), file).expect("a file can be replaced");
+            }
+            assert_eq!(identity.leave_name(false).expect("nothing fails"), None);
+            assert!(others.iter().all(|file| file.exists()));
+        }
     }
 
     #[test]

@@ -30,11 +30,12 @@ impl Store {
         // A record that comes later has a gap.
         let (head, deadline) = (self.head(), Instant::now() + GAP_MIN);
         loop {
+            // First: old records may be deleted meanwhile, and with them what contradicts the others.
+            let steps = ClockSteps::read(archive.as_ref()).await?;
             let Some(moment) = archive.moment_at(unix_ms).await? else { return Ok(None) };
             let next = archive.records(&[moment.revision.next()]).await?.pop().flatten();
             let lacks_record = next.is_none() && head > moment.revision;
             if !lacks_record || Instant::now() >= deadline {
-                let steps = ClockSteps::read(archive.as_ref()).await?;
                 let may_lack_revisions = lacks_record
                     || next.is_some_and(|next| next.has_gap)
                     || steps.make_uncertain(unix_ms, moment, next.map(|next| next.moment));
@@ -47,8 +48,8 @@ impl Store {
 
 /// Returns when revisions were written.
 pub(super) async fn times(archive: &dyn Archive, revisions: &[Revision]) -> log::Result<Vec<Option<Written>>> {
-    let records = archive.records(revisions).await?;
     let steps = ClockSteps::read(archive).await?;
+    let records = archive.records(revisions).await?;
     Ok(records.into_iter().map(|record| steps.written(record?)).collect())
 }
 
@@ -57,8 +58,8 @@ pub(super) async fn times_until_now(
     archive: &dyn Archive,
     revisions: &[Revision],
 ) -> log::Result<Vec<Option<Written>>> {
-    let records = archive.records(revisions).await?;
     let steps = ClockSteps::read(archive).await?;
+    let records = archive.records(revisions).await?;
     let mut times: Vec<Option<Written>> = records.iter().map(|record| steps.written((*record)?)).collect();
     if records.contains(&None)
         && let Some(first) = archive.first_moment().await?
