@@ -229,6 +229,8 @@ mod tests {
             let folder = tempfile::tempdir().expect("a folder");
             let (identity, _lock) = identity(folder.path());
             let wal = identity.wal.path.clone();
+            // A server has them open, so that no other file gets their inodes.
+            let _open = [&wal, &identity.shm.path].map(|file| fs::File::open(file).expect("it exists"));
             let earlier = with_suffix(&wal, "-of-moved-file-0");
             fs::write(&earlier, "an earlier one").expect("a file");
             let moved = identity.leave_name(is_wal_empty).expect("nothing fails");
