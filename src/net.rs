@@ -21,7 +21,6 @@ use hyper_util::{
     server::{conn::auto, graceful::GracefulShutdown},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
     time::{sleep, timeout},
@@ -185,16 +184,8 @@ impl Listener {
     {
         let http = http(&settings);
         let steps = Arc::clone(&settings.steps);
-        match self.socket {
-            Socket::Tcp(socket) => {
-                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
-                serve_all(connections, accepting, http, services, steps, stopping).await;
-            }
-            Socket::Unix(socket) => {
-                let (connections, accepting) = accept(socket, self.security, settings.connection_limit, settings.steps);
-                serve_all(connections, accepting, http, services, steps, stopping).await;
-            }
-        }
+        let (connections, accepting) = accept(self.socket, self.security, settings.connection_limit, settings.steps);
+        serve_all(connections, accepting, http, services, steps, stopping).await;
         if let [ListenUrl::Unix(path, _)] = self.urls.as_slice() {
             // If this fails, the next start removes the socket.
             let _ = std::fs::remove_file(path);
@@ -226,15 +217,14 @@ fn http(settings: &Settings) -> Http {
 }
 
 /// Serves connections until `stopping` becomes true; open connections then finish their requests.
-async fn serve_all<C, S, R>(
-    mut connections: Connections<C>,
+async fn serve_all<S, R>(
+    mut connections: Connections,
     accepting: AbortOnDropHandle<()>,
     http: Http,
     services: S,
     steps: Arc<Steps>,
     mut stopping: watch::Receiver<bool>,
 ) where
-    C: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     S: Service<Request<Incoming>, Response = Response<R>, Error: Into<BoxError>, Future: Send>,
     S: Clone + Send + 'static,
     R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
@@ -262,52 +252,37 @@ async fn serve_all<C, S, R>(
     graceful.shutdown().await;
 }
 
-/// A listening socket.
-trait Accept: Send + Sync + 'static {
-    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+/// The stream of a client, from a TCP socket (left) or a unix socket.
+type Stream = Either<TcpStream, UnixStream>;
+/// A client's connection, without TLS (left) or with it.
+type Connection = Either<Stream, Box<TlsStream<Stream>>>;
+type Accepted = AuthorityRewriter<TimedConnection<Connection>>;
+type Connections = mpsc::Receiver<(Accepted, Client)>;
 
+impl Socket {
     /// Accepts the next client. Returns its stream and its address.
-    fn accept(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
-
-    /// Returns whether the client begins with a TLS handshake. Waits for its first byte, which remains to be read.
-    fn begins_with_tls(stream: &Self::Stream) -> impl Future<Output = io::Result<bool>> + Send;
-}
-
-impl Accept for TcpListener {
-    type Stream = TcpStream;
-
-    async fn accept(&self) -> io::Result<(TcpStream, String)> {
-        let (stream, remote) = Self::accept(self).await?;
-        // Fails only if the client has disconnected; the first read reports that.
-        let _ = stream.set_nodelay(true);
-        // A socket for IPv6 and IPv4 has clients of IPv4 with mapped addresses.
-        let remote = SocketAddr::new(remote.ip().to_canonical(), remote.port());
-        Ok((stream, remote.to_string()))
-    }
-
-    async fn begins_with_tls(stream: &TcpStream) -> io::Result<bool> {
-        let mut first = [0];
-        let bytes = stream.peek(&mut first).await?;
-        Ok(bytes > 0 && first == [TLS_HANDSHAKE])
-    }
-}
-
-impl Accept for UnixListener {
-    type Stream = UnixStream;
-
-    async fn accept(&self) -> io::Result<(UnixStream, String)> {
-        Self::accept(self).await.map(|(stream, _)| (stream, "@".to_owned()))
-    }
-
-    async fn begins_with_tls(_: &UnixStream) -> io::Result<bool> {
-        Err(io::Error::new(io::ErrorKind::Unsupported, "a unix socket has one scheme"))
+    async fn accept(&self) -> io::Result<(Stream, String)> {
+        match self {
+            Self::Tcp(socket) => {
+                let (stream, remote) = socket.accept().await?;
+                // Fails only if the client has disconnected; the first read reports that.
+                let _ = stream.set_nodelay(true);
+                // A socket for IPv6 and IPv4 has clients of IPv4 with mapped addresses.
+                let remote = SocketAddr::new(remote.ip().to_canonical(), remote.port());
+                Ok((Either::Left(stream), remote.to_string()))
+            }
+            Self::Unix(socket) => {
+                let (stream, _) = socket.accept().await?;
+                Ok((Either::Right(stream), "@".to_owned()))
+            }
+        }
     }
 }
 
 /// Waits for the next client.
 ///
 /// If no file descriptor is free, the socket stays ready and accept fails; the pause prevents a busy loop.
-async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
+async fn next_client(socket: &Socket) -> (Stream, String) {
     loop {
         match socket.accept().await {
             Ok(accepted) => return accepted,
@@ -328,29 +303,24 @@ async fn next_client<L: Accept>(socket: &L) -> (L::Stream, String) {
     }
 }
 
-/// A client's connection, without TLS (left) or with it.
-type Connection<S> = Either<S, Box<TlsStream<S>>>;
-type Accepted<S> = AuthorityRewriter<TimedConnection<Connection<S>>>;
-type Connections<S> = mpsc::Receiver<(Accepted<S>, Client)>;
-
 /// Returns accepted connections whose TLS handshake is complete. Dropping the handle stops accepting.
-fn accept<L: Accept>(
-    socket: L,
+fn accept(
+    socket: Socket,
     security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-) -> (Connections<L::Stream>, AbortOnDropHandle<()>) {
+) -> (Connections, AbortOnDropHandle<()>) {
     let (ready, connections) = mpsc::channel(1);
     let accepting = vital("a listener", accept_all(socket, security, connection_limit, steps, ready));
     (connections, AbortOnDropHandle::new(accepting))
 }
 
-async fn accept_all<L: Accept>(
-    socket: L,
+async fn accept_all(
+    socket: Socket,
     security: Security,
     connection_limit: ConnectionLimit,
     steps: Arc<Steps>,
-    ready: mpsc::Sender<(Accepted<L::Stream>, Client)>,
+    ready: mpsc::Sender<(Accepted, Client)>,
 ) {
     let idle_time_max = connection_limit.idle_time_max();
     loop {
@@ -367,7 +337,7 @@ async fn accept_all<L: Accept>(
         }
         let (security, ready) = (security.clone(), ready.clone());
         tokio::spawn(async move {
-            match catch_panics(secure::<L>(stream, &security)).await {
+            match catch_panics(secure(stream, &security)).await {
                 Ok(Ok(connection)) => {
                     let client = client(&connection, &remote);
                     drop(ready.send((accepted(connection, permit, idle_time_max), client)).await);
@@ -385,12 +355,12 @@ async fn accept_all<L: Accept>(
 }
 
 /// Makes the TLS handshake unless the client begins without one and may.
-async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result<Connection<L::Stream>> {
+async fn secure(stream: Stream, security: &Security) -> io::Result<Connection> {
     let tls = match security {
         Security::Plain => return Ok(Either::Left(stream)),
         Security::Tls(tls) => tls,
         Security::Either(tls) => {
-            let first = timeout(FIRST_BYTE_MAX, L::begins_with_tls(&stream)).await;
+            let first = timeout(FIRST_BYTE_MAX, begins_with_tls(&stream)).await;
             if !first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))? {
                 return Ok(Either::Left(stream));
             }
@@ -400,16 +370,22 @@ async fn secure<L: Accept>(stream: L::Stream, security: &Security) -> io::Result
     tls.accept(stream).await.map(|stream| Either::Right(Box::new(stream)))
 }
 
-fn accepted<S>(
-    connection: Connection<S>,
-    permit: OwnedSemaphorePermit,
-    idle_time_max: Option<Duration>,
-) -> Accepted<S> {
+/// Returns whether the client begins with a TLS handshake. Waits for its first byte, which remains to be read.
+async fn begins_with_tls(stream: &Stream) -> io::Result<bool> {
+    let Either::Left(stream) = stream else {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "a unix socket has one scheme"));
+    };
+    let mut first = [0];
+    let bytes = stream.peek(&mut first).await?;
+    Ok(bytes > 0 && first == [TLS_HANDSHAKE])
+}
+
+fn accepted(connection: Connection, permit: OwnedSemaphorePermit, idle_time_max: Option<Duration>) -> Accepted {
     AuthorityRewriter::new(TimedConnection::new(connection, permit, idle_time_max))
 }
 
 /// Returns the client of a connection. Its certificate was verified in the handshake.
-fn client<S>(connection: &Connection<S>, address: &str) -> Client {
+fn client(connection: &Connection, address: &str) -> Client {
     let remote = Remote::new(address);
     let Either::Right(stream) = connection else { return Client { remote, certificate: None, scheme: Scheme::Plain } };
     let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);

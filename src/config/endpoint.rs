@@ -35,6 +35,10 @@ pub(super) fn datastore(endpoint: &str, data_dir: &Path) -> Result<Datastore, St
 
 /// Follows links, as SQLite does: the WAL and the files of Orlop, such as its lock, are beside the file itself.
 fn file(path: PathBuf) -> Result<Datastore, String> {
+    // SQLite takes `file:NAME` for a URI, and `:memory:` for no file.
+    let is_special =
+        [b"file:".as_slice(), b":"].iter().any(|start| path.as_os_str().as_encoded_bytes().starts_with(start));
+    let path = if is_special { Path::new(".").join(path) } else { path };
     let is_link = fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.is_symlink());
     if !is_link {
         return Ok(Datastore::Sqlite(path));

@@ -71,7 +71,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::net::Accept;
+    use crate::net::Socket;
 
     #[test]
     fn names_are_bound_to_ipv4_as_by_etcd() {
@@ -93,9 +93,10 @@ mod tests {
             let (socket, bound) = bind_tcp(address).await.expect("a port is free");
             assert_eq!(bound.rsplit_once(':').map(|(host, _)| host), address.strip_suffix(":0"));
             let port = socket.local_addr().expect("an address").port();
+            let socket = Socket::Tcp(socket);
             for host in ["127.0.0.1", "::1"].into_iter().take(if has_ipv6 { 2 } else { 1 }) {
                 let _client = TcpStream::connect((host, port)).await.expect("a connection");
-                let (_stream, remote) = Accept::accept(&socket).await.expect("a client");
+                let (_stream, remote) = socket.accept().await.expect("a client");
                 let remote: SocketAddr = remote.parse().expect("an address");
                 assert_eq!(remote.ip().to_string(), host, "a client of {address}");
             }

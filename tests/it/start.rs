@@ -189,6 +189,26 @@ fn errors_name_databases_that_cannot_be_opened() {
     check_refused(&["--listen-client-urls", "http://256.0.0.1:1"], &[], &["256.0.0.1"]);
 }
 
+#[test]
+fn names_that_sqlite_treats_specially_are_names_of_files() {
+    for (setting, name, file) in [
+        ("--datastore-endpoint", "sqlite://file:a.db", "file:a.db"),
+        ("--datastore-endpoint", "sqlite://:memory:", ":memory:"),
+        ("--data-dir", "file:folder", "file:folder/orlop.db"),
+    ] {
+        let home = tempfile::tempdir().expect("a temporary directory can be made");
+        let mut start = orlop(["--listen-client-urls", "http://127.0.0.1:0", setting, name]);
+        start.current_dir(home.path()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = Started::spawn(&mut start);
+        let address = Lines::of(process.stdout.take().expect("stdout is piped")).next();
+        assert!(address.is_some(), "{name}: the start failed");
+        drop(process);
+        assert!(home.path().join(file).metadata().is_ok_and(|file| file.len() > 0), "{name}");
+        let check = run(home.path(), &["check", setting, name], &[]);
+        assert!(check.status.success(), "{name}: {check:?}");
+    }
+}
+
 /// Returns the message of a start that waits for its database, and ends the start.
 pub fn message_of_waiting_start(endpoint: &str) -> String {
     let home = tempfile::tempdir().expect("a temporary directory can be made");

@@ -30,7 +30,7 @@ use tokio::{
     time::timeout,
 };
 use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::{either::Either, task::AbortOnDropHandle};
 use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
@@ -80,17 +80,15 @@ impl Client {
 
     async fn establish(endpoint: &Endpoint, target: &Target) -> io::Result<Self> {
         let tls = target.tls.as_ref().filter(|_| endpoint.has_tls);
-        let (connection, authority) = match &endpoint.address {
+        let (stream, authority) = match &endpoint.address {
             Address::Tcp(authority) => {
                 let stream = TcpStream::connect(authority).await?;
                 stream.set_nodelay(true)?;
-                (Connection::establish(stream, tls, authority, target).await?, authority.as_str())
+                (Either::Left(stream), authority.as_str())
             }
-            Address::Unix(path) => {
-                let stream = UnixStream::connect(path).await?;
-                (Connection::establish(stream, tls, "localhost", target).await?, "localhost")
-            }
+            Address::Unix(path) => (Either::Right(UnixStream::connect(path).await?), "localhost"),
         };
+        let connection = Connection::establish(stream, tls, authority, target).await?;
         let scheme = if endpoint.has_tls { "https" } else { "http" };
         let origin = Uri::builder().scheme(scheme).authority(authority).path_and_query("/").build();
         let origin = origin.map_err(io::Error::other)?;
@@ -131,7 +129,7 @@ impl Client {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let connection = Connection::open(stream, None).await;
+        let connection = Connection::open(Box::new(stream), None).await;
         let connection = connection.map_err(|source| Error::Connect { endpoint: endpoint.to_string(), source })?;
         let origin = Uri::from_static("http://localhost/");
         Ok(Self { connection, origin, endpoint: Arc::new(endpoint.clone()) })
@@ -299,23 +297,24 @@ impl Drop for AbortOnDrop {
     }
 }
 
+/// The stream of a connection: a socket, TLS over it, or a pipe. It is boxed, so that hyper is compiled for one type.
+trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Io for S {}
+
+type Stream = Box<dyn Io>;
+
 /// Spawns hyper's tasks. The first owns the socket and is driven by the flusher; the others belong to requests.
-struct Executor<S> {
-    flusher: Arc<Mutex<Option<Flusher<S>>>>,
+#[derive(Clone)]
+struct Executor {
+    flusher: Arc<Mutex<Option<Flusher<Stream>>>>,
     socket_task: Arc<OnceLock<AbortHandle>>,
 }
 
-impl<S> Clone for Executor<S> {
-    fn clone(&self) -> Self {
-        Self { flusher: Arc::clone(&self.flusher), socket_task: Arc::clone(&self.socket_task) }
-    }
-}
-
-impl<F, S> hyper::rt::Executor<F> for Executor<S>
+impl<F> hyper::rt::Executor<F> for Executor
 where
     F: Future + Send + 'static,
     F::Output: Send + 'static,
-    S: AsyncWrite + Unpin + Send + 'static,
 {
     fn execute(&self, task: F) {
         match self.flusher.lock().take() {
@@ -330,24 +329,23 @@ where
 
 impl Connection {
     /// Opens a connection over the stream, with TLS if `tls` is set; `authority` is the server's name.
-    async fn establish<S>(stream: S, tls: Option<&Tls>, authority: &str, target: &Target) -> io::Result<Self>
-    where
-        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    {
+    async fn establish(
+        stream: Either<TcpStream, UnixStream>,
+        tls: Option<&Tls>,
+        authority: &str,
+        target: &Target,
+    ) -> io::Result<Self> {
         let token = target.token.clone();
-        let Some(tls) = tls else { return Self::open(stream, token).await };
+        let Some(tls) = tls else { return Self::open(Box::new(stream), token).await };
         let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(host).map_err(io::Error::other)?;
         let connector = TlsConnector::from(Arc::clone(&tls.config));
         let stream = connector.connect(name, stream).await.map_err(|error| tls.explained(error))?;
-        Self::open(stream, token).await.map_err(|error| tls.explained(error))
+        Self::open(Box::new(stream), token).await.map_err(|error| tls.explained(error))
     }
 
-    async fn open<S>(stream: S, token: Option<HeaderValue>) -> io::Result<Self>
-    where
-        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    {
+    async fn open(stream: Stream, token: Option<HeaderValue>) -> io::Result<Self> {
         let (stream, flusher) = coalesce_writes(stream);
         let socket_task = Arc::new(OnceLock::new());
         let executor = Executor { flusher: Arc::new(Mutex::new(Some(flusher))), socket_task: Arc::clone(&socket_task) };
