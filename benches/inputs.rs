@@ -43,8 +43,7 @@ fn scattered(keys: usize, count: usize) -> impl Iterator<Item = usize> {
 
 fn put(key: Key, revision: i64, create_revision: Revision, version: i64, value: &[u8]) -> Change {
     let row = RowId::new(Revision(revision), 0);
-    let kv = EncodedKv::new(&key, Version { row, create_revision, version }, value, None);
-    let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
+    let kind = ChangeKind::put(EncodedKv::new(&key, Version { row, create_revision, version }, value, None));
     Change { row, key, kind, prev: None, prev_lease: None }
 }
 

@@ -148,7 +148,7 @@ impl Import {
         let lease = self.survey.lease_of(row.id);
         let value = value.unwrap_or(row.value);
         let kv = EncodedKv::new(&key, Version { row: id, create_revision, version }, &value, lease);
-        StoredRow { row: id, change: Some((key, ChangeKind::Put { kv, create_revision, version, lease })) }
+        StoredRow { row: id, change: Some((key, ChangeKind::put(kv))) }
     }
 }
 

@@ -292,8 +292,7 @@ mod tests {
     fn add(rows: &mut Rows, sub: u32) -> std::result::Result<(), String> {
         let (row, key) = (RowId::new(COMPACTED, sub), format!("key {sub}"));
         let version = Version { row, create_revision: COMPACTED, version: 1 };
-        let kv = EncodedKv::new(key.as_bytes(), version, b"", None);
-        let put = ChangeKind::Put { kv, create_revision: COMPACTED, version: 1, lease: None };
+        let put = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, b"", None));
         rows.add(StoredRow { row, change: Some((Key::from(key.into_bytes()), put)) })
     }
 

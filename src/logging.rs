@@ -5,6 +5,7 @@ mod stream;
 
 use std::{fmt, io::IsTerminal as _};
 
+use orlop_sql::PASSWORD_FILES_TARGET;
 use serde_json::{Map, Value};
 use tracing::{
     Event, Level, Subscriber, error,
@@ -99,9 +100,6 @@ fn time() -> String {
     time
 }
 
-/// sqlx warns at each connection of a file that it cannot use, and logs malformed lines of it. Orlop warns once.
-const PASSWORD_FILES: &str = "sqlx_postgres::options::pgpass";
-
 /// Parses a level or a list of `TARGET=LEVEL`. `EnvFilter` alone takes an unknown level for a target, which silences the
 /// log.
 fn filter(text: &str) -> Result<EnvFilter, String> {
@@ -113,10 +111,11 @@ fn directives(text: &str) -> Result<Vec<String>, String> {
     let names_password_files = |directive: &String| {
         let target = directive.rsplit_once('=').map_or("", |(target, _)| target.trim());
         let target = target.split('[').next().unwrap_or_default();
-        !target.is_empty() && PASSWORD_FILES.starts_with(target)
+        !target.is_empty() && PASSWORD_FILES_TARGET.starts_with(target)
     };
     if !directives.iter().any(names_password_files) {
-        directives.push(format!("{PASSWORD_FILES}=error"));
+        // Orlop warns once.
+        directives.push(format!("{PASSWORD_FILES_TARGET}=error"));
     }
     Ok(directives)
 }

@@ -240,7 +240,7 @@ fn command() -> clap::Command {
 fn serve(flags: &Flags, of_flags: Notices) -> Outcome {
     let (settings, notices) = Settings::load_with_notices(flags, of_flags)?;
     let log = logging::start(&settings)?;
-    supervise::log_panics();
+    supervise::log_panics(orlop_sql::SQLITE_THREADS);
     warn_of_settings(&notices);
     let outcome = match settings.check_members(&notices.initial_cluster.unwrap_or_default()) {
         Ok(()) => serve_until_signal(settings),
@@ -283,7 +283,7 @@ fn serve_until_signal(settings: Settings) -> Outcome {
 
 fn migrate(args: migrate::Args) -> Outcome {
     let settings = Settings::load(&args.flags)?;
-    supervise::log_panics();
+    supervise::log_panics(orlop_sql::SQLITE_THREADS);
     on_threads(settings.worker_threads, async {
         let alarmed = migrate::Alarmed::default();
         let left = Arc::clone(&alarmed);
@@ -299,7 +299,7 @@ fn migrate(args: migrate::Args) -> Outcome {
 fn serve_console(args: console::command::Args) -> Outcome {
     // Standard output has the address of the page; the log contains what the page wrote.
     logging::start(&Settings::default())?;
-    supervise::log_panics();
+    supervise::log_panics(orlop_sql::SQLITE_THREADS);
     on_threads(1, async {
         let shutdown = shutdown_signal(|| {})?;
         Box::pin(console::command::run(args, shutdown)).await

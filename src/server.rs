@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
-    config::{AuthToken, Interval, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls},
+    config::{AuthToken, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls},
     datastore::keep,
     http::{self, Access, Pprof, Starting},
     logging,
@@ -82,20 +82,25 @@ pub(crate) async fn serve_locally(
     socket: PathBuf,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), Error> {
+    // The configuration may be that of a server, with files that the user of a command cannot read. So only the settings of
+    // the database and of the sizes of requests apply.
     let settings = Settings {
         name: format!("orlop-{}", std::process::id()),
         listen_client_urls: List(vec![ListenUrl::Unix(socket, Scheme::Plain)]),
-        listen_client_http_urls: List::default(),
-        listen_metrics_urls: List::default(),
-        console_listen_url: Default::default(),
-        host_whitelist: List::default(),
-        listen_address: String::new(),
-        auto_compaction_retention: "0".to_owned(),
         // A command does not know the quota of the servers.
         quota_backend_bytes: -1,
-        snapshot_interval: Interval(Duration::ZERO),
-        enable_distributed_tracing: false,
-        ..settings
+        data_dir: settings.data_dir,
+        datastore_endpoint: settings.datastore_endpoint,
+        datastore_poll_interval: settings.datastore_poll_interval,
+        datastore_connections: settings.datastore_connections,
+        unsafe_no_fsync: settings.unsafe_no_fsync,
+        value_cache_bytes: settings.value_cache_bytes,
+        // It deletes the rows that a killed server left.
+        compaction_batch_limit: settings.compaction_batch_limit,
+        compaction_sleep_interval: settings.compaction_sleep_interval,
+        max_request_bytes: settings.max_request_bytes,
+        max_txn_ops: settings.max_txn_ops,
+        ..Settings::default()
     };
     serve_as(settings, Role::Local, Keep::AsBefore, shutdown).await
 }

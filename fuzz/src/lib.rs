@@ -419,7 +419,6 @@ fn settings_seeds() -> Vec<Vec<u8>> {
 /// Returns the change that puts a key.
 fn put(key: Key, revision: i64, create_revision: Revision, version: i64, value: &[u8]) -> Change {
     let row = RowId::new(Revision(revision), 0);
-    let kv = EncodedKv::new(&key, Version { row, create_revision, version }, value, None);
-    let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
+    let kind = ChangeKind::put(EncodedKv::new(&key, Version { row, create_revision, version }, value, None));
     Change { row, key, kind, prev: None, prev_lease: None }
 }

@@ -248,10 +248,8 @@ impl Target {
             _ => return Err(wrong(&"a revision is missing")),
         };
         let kind = if is_put {
-            let (create_revision, lease) = (Revision(kv.create_revision), LeaseId::from_wire(kv.lease));
-            let version = Version { row, create_revision, version: kv.version };
-            let kv = EncodedKv::new(&key, version, &kv.value, lease);
-            ChangeKind::Put { kv, create_revision, version: version.version, lease }
+            let version = Version { row, create_revision: Revision(kv.create_revision), version: kv.version };
+            ChangeKind::put(EncodedKv::new(&key, version, &kv.value, LeaseId::from_wire(kv.lease)))
         } else {
             ChangeKind::Delete
         };

@@ -239,9 +239,7 @@ mod tests {
     fn row(revision: i64, end: i64, is_delete: bool) -> ArchivedRow {
         let (row, key) = (RowId::new(Revision(revision), 0), Key::from(b"a".to_vec()));
         let version = Version { row, create_revision: Revision(2), version: 1 };
-        let kv = EncodedKv::new(b"a", version, b"value", None);
-        let put =
-            ChangeKind::Put { kv, create_revision: version.create_revision, version: version.version, lease: None };
+        let put = ChangeKind::put(EncodedKv::new(b"a", version, b"value", None));
         let kind = if is_delete { ChangeKind::Delete } else { put };
         ArchivedRow { change: Change { row, key, kind, prev: None, prev_lease: None }, end: Revision(end) }
     }

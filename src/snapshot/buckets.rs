@@ -239,10 +239,8 @@ fn change(row: RowId, is_delete: bool, kv: &mvccpb::KeyValue) -> (Key, ChangeKin
     let kind = if is_delete {
         ChangeKind::Delete
     } else {
-        let lease = LeaseId::from_wire(kv.lease);
-        let (create_revision, version) = (Revision(kv.create_revision), kv.version);
-        let kv = EncodedKv::new(&kv.key, Version { row, create_revision, version }, &kv.value, lease);
-        ChangeKind::Put { kv, create_revision, version, lease }
+        let version = Version { row, create_revision: Revision(kv.create_revision), version: kv.version };
+        ChangeKind::put(EncodedKv::new(&kv.key, version, &kv.value, LeaseId::from_wire(kv.lease)))
     };
     (Key::from(&kv.key[..]), kind)
 }

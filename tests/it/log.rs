@@ -58,12 +58,7 @@ const fn row(revision: i64, sub: u32) -> RowId {
 fn put(key: &'static str, row: RowId, prev: Option<RowId>) -> Change {
     let version = Version { row, create_revision: row.revision, version: if prev.is_some() { 2 } else { 1 } };
     let value = format!("{key} at {}", row.revision.0);
-    let kind = ChangeKind::Put {
-        kv: EncodedKv::new(key.as_bytes(), version, value.as_bytes(), None),
-        create_revision: version.create_revision,
-        version: version.version,
-        lease: None,
-    };
+    let kind = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, value.as_bytes(), None));
     Change { row, key: key.as_bytes().into(), kind, prev: prev.map(|row| Prev { row, kv: None }), prev_lease: None }
 }
 
@@ -133,12 +128,7 @@ async fn frozen_log_does_not_change(backend: Backend) {
 /// Returns a put of a value of `len` bytes.
 fn large(key: &str, row: RowId, prev: Option<RowId>, len: usize) -> Change {
     let version = Version { row, create_revision: row.revision, version: if prev.is_some() { 2 } else { 1 } };
-    let kind = ChangeKind::Put {
-        kv: EncodedKv::new(key.as_bytes(), version, &vec![b'v'; len], None),
-        create_revision: version.create_revision,
-        version: version.version,
-        lease: None,
-    };
+    let kind = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, &vec![b'v'; len], None));
     Change { row, key: key.as_bytes().into(), kind, prev: prev.map(|row| Prev { row, kv: None }), prev_lease: None }
 }
 

@@ -1,4 +1,5 @@
-//! Checks the source tree: docs/architecture.md names every module, and no file is too long.
+//! Checks the source tree: docs/architecture.md names every module and tests/README.md every test module, and no file is too
+//! long.
 
 use std::{
     fs,
@@ -16,13 +17,34 @@ fn architecture_page_names_every_module() {
     // The page describes the tools as a whole.
     let is_tool =
         |file: &PathBuf| file.starts_with(root().join("crates/bench")) || file.starts_with(root().join("fuzz"));
-    let modules = sources().into_iter().filter(|file| depth_in_src(file) == Some(1) && !is_tool(file));
-    for file in modules {
-        let name = file.file_stem().expect("a source has a name").to_string_lossy().into_owned();
-        // As the end of a path, such as `src/api.rs` or `crates/client`, or alone, such as `endpoint`.
-        let is_named =
-            ["/", "`"].iter().any(|start| ["`", ".rs`"].iter().any(|end| map.contains(&format!("{start}{name}{end}"))));
-        assert!(is_named, "the map in docs/architecture.md does not name {}", file.display());
+    let is_root_or_tests = |file: &PathBuf| ["lib", "tests"].contains(&&*stem(file));
+    let modules = sources().into_iter().filter(|file| depth_in_src(file) == Some(1));
+    for file in modules.filter(|file| !is_tool(file) && !is_root_or_tests(file)) {
+        let name = stem(&file);
+        // `src` or, for example, `crates/sql`.
+        let source = file.strip_prefix(root()).expect("it is below the root").display().to_string();
+        let folder = source.split_once("/src/").map_or("src", |(folder, _)| folder);
+        let rows: String = map.lines().filter(|row| paths(row).contains(&format!("`{folder}"))).collect();
+        // As the end of a path, such as `src/api.rs`, or alone, such as `endpoint`.
+        let is_named = ["/", "`"]
+            .iter()
+            .any(|start| ["`", ".rs`"].iter().any(|end| rows.contains(&format!("{start}{name}{end}"))));
+        assert!(is_named, "the map in docs/architecture.md does not name {source} in a row of {folder}");
+    }
+}
+
+#[test]
+fn page_of_the_tests_names_every_module() {
+    let page = text(&root().join("tests/README.md"));
+    let table = page.split("\n\n").find(|block| block.starts_with("| module |")).expect("the table of modules");
+    for entry in fs::read_dir(root().join("tests/it")).expect("the folder can be read") {
+        let file = entry.expect("the folder can be read").path();
+        let name = stem(&file);
+        let is_named = table.lines().any(|row| paths(row).contains(&format!("`{name}`")));
+        assert!(
+            is_named || file.is_dir() || ["main", "support"].contains(&&*name),
+            "the table in tests/README.md does not name {name}"
+        );
     }
 }
 
@@ -42,6 +64,15 @@ fn depth_in_src(file: &Path) -> Option<usize> {
     let parts: Vec<_> = file.components().map(|part| part.as_os_str().to_string_lossy().into_owned()).collect();
     let src = parts.iter().rposition(|part| part == "src")?;
     Some(parts.len() - 1 - src)
+}
+
+/// Returns the first column of a row.
+fn paths(row: &str) -> &str {
+    row.split('|').nth(1).unwrap_or_default()
+}
+
+fn stem(file: &Path) -> String {
+    file.file_stem().expect("a source has a name").to_string_lossy().into_owned()
 }
 
 fn root() -> PathBuf {

@@ -84,7 +84,7 @@ impl Worker for Watcher {
             if response.canceled {
                 return Err(Status::aborted(format!("the watch was canceled: {}", response.cancel_reason)));
             }
-            received += response.events;
+            received += response.events.len() as u64;
         }
         Ok(OpCounts { keys: received, ..OpCounts::default() })
     }

@@ -6,10 +6,11 @@ use std::ops::Deref;
 use http::uri::PathAndQuery;
 use orlop_client::{Connection, Target, connection_lost};
 use tonic::{Status, Streaming, client::Grpc};
+use tonic_prost::ProstCodec;
 
 use crate::{
     error::Error,
-    summary::{RangeSummary, SummaryCodec, WatchSummary},
+    summary::{RangeSummary, WatchSummary},
 };
 use orlop_wire::proto::client::etcdserverpb::{RangeRequest, WatchRequest, kv_client::KvClient};
 
@@ -71,7 +72,7 @@ impl Client {
     pub async fn range(&mut self, request: RangeRequest) -> Result<RangeSummary, Status> {
         self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.KV/Range");
-        let codec = SummaryCodec::<RangeRequest, RangeSummary>::default();
+        let codec = ProstCodec::<RangeRequest, RangeSummary>::default();
         let response = self.raw.unary(tonic::Request::new(request), path, codec).await?;
         Ok(response.into_inner())
     }
@@ -85,14 +86,14 @@ impl Client {
         Err(Status::data_loss(format!("unexpected number of pairs in the response, kvs={} want={kvs}", response.kvs)))
     }
 
-    /// Opens a watch stream; counts the events of its responses without decoding them.
+    /// Opens a watch stream; decodes only the summaries of its responses.
     pub async fn watch<S>(&mut self, requests: S) -> Result<Streaming<WatchSummary>, Status>
     where
         S: tokio_stream::Stream<Item = WatchRequest> + Send + 'static,
     {
         self.raw.ready().await.map_err(connection_lost)?;
         let path = PathAndQuery::from_static("/etcdserverpb.Watch/Watch");
-        let codec = SummaryCodec::<WatchRequest, WatchSummary>::default();
+        let codec = ProstCodec::<WatchRequest, WatchSummary>::default();
         let response = self.raw.streaming(tonic::Request::new(requests), path, codec).await?;
         Ok(response.into_inner())
     }

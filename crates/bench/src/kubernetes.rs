@@ -243,7 +243,7 @@ pub struct Events {
 async fn count_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<Events>>) {
     loop {
         match next_response(&mut responses).await {
-            Ok(response) => events.lock().count += response.events,
+            Ok(response) => events.lock().count += response.events.len() as u64,
             Err(error) => {
                 events.lock().error.get_or_insert(error);
                 return;

@@ -6,8 +6,8 @@
 //! Every run uses the same keys in the same order.
 //!
 //! The load generator usually shares the machine with the server, so it must use little CPU: one task per client
-//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and large responses that are counted
-//! instead of decoded ([`summary`]). It is designed for a current-thread runtime. It does not reconnect: the clients of
+//! ([`closed_loop`]), connections without tonic's channel ([`connection`]), and responses of which only the needed
+//! fields are decoded ([`summary`]). It is designed for a current-thread runtime. It does not reconnect: the clients of
 //! a lost connection stop, and the report contains the error.
 
 mod args;

@@ -317,7 +317,7 @@ impl Deliveries {
         let now = Instant::now();
         let now_nanos = self.run.nanos_at(now);
         let mut recorders = self.recorders.lock();
-        for stamp in &response.stamps {
+        for stamp in response.stamps() {
             let is_measured = stamp.started >= self.measured_from_nanos;
             if is_measured {
                 recorders.events.succeed(Duration::from_nanos(now_nanos.saturating_sub(stamp.started)), now);

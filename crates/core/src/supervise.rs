@@ -35,10 +35,6 @@ pub const EXIT_PANICKED: i32 = 70;
 /// Exit status of a process that a failure of its disk ended: EX_IOERR of sysexits.h.
 pub const EXIT_DISK_FAILED: i32 = 74;
 
-/// Prefix of the names of sqlx's threads that run SQLite. A panic would end only the thread and its connection, so the
-/// panic hook ends the process.
-const DATABASE_THREADS: &str = "sqlx-sqlite-worker";
-
 thread_local! {
     /// Number of active [`catch_panic`] calls.
     static CATCHING: Cell<u32> = const { Cell::new(0) };
@@ -78,9 +74,10 @@ impl fmt::Display for Panic {
     }
 }
 
-/// Installs the panic hook, which logs panics. A panic that is caught is logged by the code that catches it.
-pub fn log_panics() {
-    std::panic::set_hook(Box::new(|info| {
+/// Installs the panic hook, which logs panics. A panic that is caught is logged by the code that catches it. In a thread
+/// whose name begins with `vital_threads`, a panic would end only the thread, so the hook ends the process.
+pub fn log_panics(vital_threads: &'static str) {
+    std::panic::set_hook(Box::new(move |info| {
         let panic = Panic::of(info);
         if CATCHING.get() > 0 {
             NEWEST.set(Some(panic));
@@ -88,7 +85,7 @@ pub fn log_panics() {
         }
         let thread = thread::current();
         let thread = thread.name().unwrap_or("unnamed");
-        if thread.starts_with(DATABASE_THREADS) {
+        if thread.starts_with(vital_threads) {
             end_process(thread, &panic);
         }
         error!(place = panic.place, message = panic.message, thread, "panic outside of requests and tasks");
@@ -283,7 +280,7 @@ mod tests {
                 &["the writer", "src/supervise.rs:", "no such row", "restart the server"][..],
             ),
             ("a_held_lock", Some(EXIT_PANICKED), &["i32", "partly changed", "restart the server"]),
-            ("a_database_thread", Some(EXIT_PANICKED), &["sqlx-sqlite-worker-3", "oh no"]),
+            ("a_vital_thread", Some(EXIT_PANICKED), &["database-3", "oh no"]),
             ("a_request", Some(0), &[]),
             ("a_lock_taken_while_cleaning_up", Some(0), &[]),
         ] {
@@ -302,10 +299,12 @@ mod tests {
     mod victim {
         use super::*;
 
+        const VITAL_THREADS: &str = "database";
+
         #[tokio::test]
         #[ignore = "ends its process"]
         async fn a_vital_task() {
-            log_panics();
+            log_panics(VITAL_THREADS);
             vital("the writer", async { panic!("no such row") });
             std::future::pending().await
         }
@@ -313,7 +312,7 @@ mod tests {
         #[tokio::test]
         #[ignore = "ends its process"]
         async fn a_held_lock() {
-            log_panics();
+            log_panics(VITAL_THREADS);
             let lock = Lock::new(1_i32);
             let _ = catch_panics(async {
                 let mut held = lock.lock();
@@ -325,16 +324,16 @@ mod tests {
 
         #[test]
         #[ignore = "ends its process"]
-        fn a_database_thread() {
-            log_panics();
-            let thread = thread::Builder::new().name("sqlx-sqlite-worker-3".to_owned()).spawn(|| panic!("oh no"));
+        fn a_vital_thread() {
+            log_panics(VITAL_THREADS);
+            let thread = thread::Builder::new().name("database-3".to_owned()).spawn(|| panic!("oh no"));
             let _ = thread.unwrap().join();
         }
 
         #[tokio::test]
         #[ignore = "installs its own panic hook"]
         async fn a_request() {
-            log_panics();
+            log_panics(VITAL_THREADS);
             let outcome: Result<(), Panic> = catch_panics(async { panic!("only this one") }).await;
             let panic = outcome.unwrap_err();
             assert!(panic.place.contains("src/supervise.rs:"), "{panic}");
@@ -350,7 +349,7 @@ mod tests {
                     *self.0.lock() += 1;
                 }
             }
-            log_panics();
+            log_panics(VITAL_THREADS);
             let lock = Lock::new(1_i32);
             let outcome: Result<(), Panic> = catch_panics(async {
                 let _cleans_up = CleansUp(&lock);

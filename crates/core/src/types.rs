@@ -140,8 +140,8 @@ pub struct Prev {
 }
 
 impl ChangeKind {
-    /// Returns the put that wrote a pair.
-    pub(crate) fn put(kv: EncodedKv) -> Self {
+    /// Returns the put that wrote a pair, with the create revision, the version and the lease of the pair.
+    pub fn put(kv: EncodedKv) -> Self {
         let [create_revision, _, version, lease] = kv.ints();
         Self::Put { kv, create_revision: Revision(create_revision), version, lease: LeaseId::from_wire(lease) }
     }

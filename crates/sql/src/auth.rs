@@ -15,7 +15,7 @@ pub(super) const SELECT: &str = "SELECT 'fact' AS kind, name AS name, CAST(NULL 
     UNION ALL SELECT 'permission', role, access, key, range_end, NULL FROM auth_permission";
 /// Reads the key that signs tokens.
 pub(super) const SELECT_TOKEN_KEY: &str = "SELECT key FROM auth_token_key";
-/// The schema that has the tables.
+/// The migration that created the tables.
 pub(super) const SCHEMA: i64 = 2;
 
 /// A row of [`SELECT`], which reads everything in one statement, so that it is consistent.

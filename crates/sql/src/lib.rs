@@ -24,6 +24,9 @@ pub enum Durability {
 
 pub use self::{
     kine::{APISERVER_COMPACTION, KineRow, KineState, KineTable, Values},
-    postgres::{POSTGRES_PARAMETERS, PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
-    sqlite::{Defragmented, SqliteArchive, SqliteLoader, SqliteLog, SqliteView},
+    postgres::{
+        PASSWORD_FILES_TARGET, POSTGRES_PARAMETERS, PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings,
+        PostgresView,
+    },
+    sqlite::{Defragmented, SQLITE_THREADS, SqliteArchive, SqliteLoader, SqliteLog, SqliteView},
 };

@@ -62,14 +62,19 @@ pub(crate) fn check_schema(name: &str, versions: &[i64], known: &Migrator) -> Re
     )))
 }
 
+/// Returns the newest schema of this version. A database that is open for writing has it.
+pub(crate) fn newest(known: &Migrator) -> i64 {
+    known.iter().map(|migration| migration.version).max().unwrap_or_default()
+}
+
 /// Returns whether this version has migrations that a database with this schema lacks.
 pub(crate) fn is_older(schema: i64, known: &Migrator) -> bool {
-    known.iter().any(|migration| migration.version > schema)
+    newest(known) > schema
 }
 
 /// Logs that a database with an older schema was migrated. `instance` uses it or has recently done so.
 pub(crate) fn log_migration(database: &str, from: i64, known: &Migrator, instance: Option<&str>) {
-    let to = known.iter().map(|migration| migration.version).max().unwrap_or_default();
+    let to = newest(known);
     if let Some(instance) = instance {
         warn!(
             database,
@@ -131,6 +136,32 @@ mod tests {
             let embedded: Vec<String> =
                 files.iter().map(|(version, name, _)| format!("{version:04}_{name}.sql")).collect();
             assert_eq!(embedded, names, "{folder}");
+        }
+    }
+
+    /// A database with another checksum of a migration is refused, even if only a comment differs. Each release adds rows for
+    /// its migrations.
+    #[test]
+    fn released_migrations_have_not_changed() {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        for (release, folder, known, version, checksum) in [
+            (
+                "0.2.0",
+                "sqlite",
+                sqlite(),
+                1,
+                "54ecd33a9da47e31fcede10b4be18d4047b9908ec70746091dca7d1467baa5f5c696b26bf23e4c6e1a909d0d1949406a",
+            ),
+            (
+                "0.2.0",
+                "postgres",
+                postgres(),
+                1,
+                "e29e5d3df608ceb6a9455430cf35b58f6b519856961ee797716e42d5d12b68fb449e9a7208adc2bba00d131226f42500",
+            ),
+        ] {
+            let found = known.iter().find(|migration| migration.version == version).expect("it is embedded");
+            assert_eq!(hex(&found.checksum), checksum, "{folder}/{version:04} was released with {release}");
         }
     }
 }

@@ -54,7 +54,8 @@ use self::{
     listener::Listener,
 };
 pub use self::{
-    archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader, view::PostgresView,
+    archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader,
+    passfile::PASSWORD_FILES_TARGET, view::PostgresView,
 };
 use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;

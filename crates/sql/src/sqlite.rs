@@ -77,6 +77,8 @@ use orlop_core::{
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
 
+/// Prefix of the names of sqlx's threads that run SQLite.
+pub const SQLITE_THREADS: &str = "sqlx-sqlite-worker";
 /// Maximum time to wait for a lock of SQLite, which another process may hold, for example while it opens the file.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Settings of every connection to the log.

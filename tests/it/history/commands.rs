@@ -29,6 +29,9 @@ pub(super) fn command(arguments: &[&str]) -> Command {
     for setting in ["ORLOP_CONSOLE_LISTEN_URL", "ORLOP_LISTEN_METRICS_URLS", "ORLOP_LISTEN_CLIENT_URLS"] {
         command.env(setting, "http://192.0.2.1:2379");
     }
+    // It does not read the server's certificates and keys either.
+    command.env("ORLOP_CERT_FILE", "/none/server.crt").env("ORLOP_KEY_FILE", "/none/server.key");
+    command.env("ORLOP_AUTH_TOKEN", "jwt,sign-method=RS256,pub-key=/none/jwt.pub,priv-key=/none/jwt.key");
     command
 }
 

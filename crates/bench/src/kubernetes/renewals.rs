@@ -337,10 +337,10 @@ async fn read_events(mut responses: Streaming<WatchSummary>, events: Arc<Mutex<E
 
 impl Events {
     fn record(&mut self, response: &WatchSummary, epoch: Instant) {
-        self.received += response.events;
+        self.received += response.events.len() as u64;
         let now = Instant::now();
         let now_nanos = nanos(now - epoch);
-        for stamp in response.stamps.iter().filter(|stamp| stamp.started >= self.measured_from_nanos) {
+        for stamp in response.stamps().filter(|stamp| stamp.started >= self.measured_from_nanos) {
             self.recorder.succeed(Duration::from_nanos(now_nanos.saturating_sub(stamp.started)), now);
         }
     }

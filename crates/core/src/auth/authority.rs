@@ -192,50 +192,40 @@ impl Rights {
     ///
     /// [`Error::PermissionDenied`] if the user may not read every key of the range.
     pub fn check_read(&self, range: &KeyRange) -> Result<(), Error> {
-        match self {
-            Self::Keys { read, .. } if !read.contains(range) => Err(Error::PermissionDenied),
-            Self::Root | Self::Keys { .. } => Ok(()),
-        }
+        self.check(|read, _| read.contains(range))
     }
 
     /// # Errors
     ///
     /// [`Error::PermissionDenied`] if the user may not write every key of the range.
     pub fn check_write(&self, range: &KeyRange) -> Result<(), Error> {
-        match self {
-            Self::Keys { write, .. } if !write.contains(range) => Err(Error::PermissionDenied),
-            Self::Root | Self::Keys { .. } => Ok(()),
-        }
+        self.check(|_, write| write.contains(range))
     }
 
     /// Like [`Self::check_read`], for one key.
     pub fn check_read_key(&self, key: &[u8]) -> Result<(), Error> {
-        match self {
-            Self::Keys { read, .. } if !read.contains_key(key) => Err(Error::PermissionDenied),
-            Self::Root | Self::Keys { .. } => Ok(()),
-        }
+        self.check(|read, _| read.contains_key(key))
     }
 
     /// Like [`Self::check_read`], for each of the keys.
     pub fn check_read_keys(&self, keys: &BTreeSet<Key>) -> Result<(), Error> {
-        match self {
-            Self::Keys { read, .. } if read.outside(keys).next().is_some() => Err(Error::PermissionDenied),
-            Self::Root | Self::Keys { .. } => Ok(()),
-        }
+        self.check(|read, _| read.outside(keys).next().is_none())
     }
 
     /// Like [`Self::check_write`], for one key.
     pub fn check_write_key(&self, key: &[u8]) -> Result<(), Error> {
-        match self {
-            Self::Keys { write, .. } if !write.contains_key(key) => Err(Error::PermissionDenied),
-            Self::Root | Self::Keys { .. } => Ok(()),
-        }
+        self.check(|_, write| write.contains_key(key))
     }
 
     /// Like [`Self::check_write`], for each of the keys.
     pub fn check_write_keys(&self, keys: &BTreeSet<Key>) -> Result<(), Error> {
+        self.check(|_, write| write.outside(keys).next().is_none())
+    }
+
+    /// Checks the keys that the user may read and write, in this order. The role `root` needs no check.
+    fn check(&self, permits: impl FnOnce(&KeySet, &KeySet) -> bool) -> Result<(), Error> {
         match self {
-            Self::Keys { write, .. } if write.outside(keys).next().is_some() => Err(Error::PermissionDenied),
+            Self::Keys { read, write } if !permits(read, write) => Err(Error::PermissionDenied),
             Self::Root | Self::Keys { .. } => Ok(()),
         }
     }

@@ -377,8 +377,7 @@ impl Model {
             Some(ChangeKind::Delete) | None => (row.revision, 1),
         };
         let (key, lease) = (key(number), LeaseId::from_wire(lease));
-        let kv = EncodedKv::new(&key, Version { row, create_revision, version }, b"value", lease);
-        let kind = ChangeKind::Put { kv, create_revision, version, lease };
+        let kind = ChangeKind::put(EncodedKv::new(&key, Version { row, create_revision, version }, b"value", lease));
         self.changes.push(Change { row, key, kind, prev: None, prev_lease: None });
     }
 

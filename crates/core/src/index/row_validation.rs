@@ -229,8 +229,7 @@ mod tests {
             let RowKind::Put { create_revision, version } = columns.kind else { unreachable!("only puts are left") };
             let key = Key::from(&b"k"[..]);
             let kv = EncodedKv::new(&key, Version { row: columns.row, create_revision, version }, b"", None);
-            let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
-            Change { row: columns.row, key, kind, prev: None, prev_lease: None }
+            Change { row: columns.row, key, kind: ChangeKind::put(kv), prev: None, prev_lease: None }
         };
         for (compacted, expected) in [(Some(Revision(5)), true), (Some(Revision(2)), false), (None, false)] {
             let mut index = TreeIndex::new();

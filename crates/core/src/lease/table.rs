@@ -226,16 +226,10 @@ mod tests {
     fn put(key: &[u8], before: Option<i64>, after: i64) -> Change {
         let row = RowId::new(Revision(5), 0);
         let version = Version { row, create_revision: Revision(5), version: 1 };
-        let lease = LeaseId::from_wire(after);
         Change {
             row,
             key: key.into(),
-            kind: ChangeKind::Put {
-                kv: EncodedKv::new(key, version, b"", lease),
-                create_revision: Revision(5),
-                version: 1,
-                lease,
-            },
+            kind: ChangeKind::put(EncodedKv::new(key, version, b"", LeaseId::from_wire(after))),
             prev: before.map(|_| Prev { row, kv: None }),
             prev_lease: before.and_then(LeaseId::from_wire),
         }

@@ -154,9 +154,8 @@ mod tests {
         batch.push_lease(LeaseChange::Grant { id: ID, ttl_secs: 600 });
         let savepoint = batch.savepoint();
         let row: RowId = batch.next_row(savepoint);
-        let (create_revision, lease) = (row.revision, Some(ID));
-        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, b"", lease);
-        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        let version = Version { row, create_revision: row.revision, version: 1 };
+        let kind = ChangeKind::put(EncodedKv::new(b"k", version, b"", Some(ID)));
         batch.push(Change { row, key: Key::from(&b"k"[..]), kind, prev: None, prev_lease: None });
         batch.seal(savepoint);
         meta.position.epoch = 1;

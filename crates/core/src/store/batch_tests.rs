@@ -193,12 +193,7 @@ fn change(row: RowId, key: &str, lease: Option<i64>, current: Option<&Current>) 
         None => Version { row, create_revision: row.revision, version: 1 },
     };
     let kind = match lease.map(LeaseId::from_wire) {
-        Some(lease) => ChangeKind::Put {
-            kv: EncodedKv::new(key.as_bytes(), version, b"value", lease),
-            create_revision: version.create_revision,
-            version: version.version,
-            lease,
-        },
+        Some(lease) => ChangeKind::put(EncodedKv::new(key.as_bytes(), version, b"value", lease)),
         None => ChangeKind::Delete,
     };
     let prev = current.map(|current| Prev { row: current.version.row, kv: None });

@@ -147,8 +147,7 @@ mod tests {
             let name = key.trim_start_matches('-').as_bytes();
             let row = RowId::new(Revision(revision), 0);
             let version = Version { row, create_revision: Revision(revision), version: 1 };
-            let kv = EncodedKv::new(name, version, b"", None);
-            let kind = ChangeKind::Put { kv, create_revision: Revision(revision), version: 1, lease: None };
+            let kind = ChangeKind::put(EncodedKv::new(name, version, b"", None));
             index.apply(&Change { row, key: name.into(), kind, prev: None, prev_lease: None });
             if key.starts_with('-') {
                 let row = RowId::new(Revision(revision + 1), 0);

@@ -68,8 +68,7 @@ async fn rows_that_a_failover_brought_back_do_not_revive_keys() {
         let create_revision = prev.map_or(row.revision, Revision);
         let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version }, b"value", None);
         let prev = prev.map(|revision| Prev { row: RowId::new(Revision(revision), 0), kv: None });
-        let kind = ChangeKind::Put { kv, create_revision, version, lease: None };
-        Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None }
+        Change { row, key: Key::from(key.as_bytes()), kind: ChangeKind::put(kv), prev, prev_lease: None }
     };
     let delete = Change { kind: ChangeKind::Delete, ..put(4, "k", Some(3)) };
     let changes = [put(2, "k", None), put(3, "k", Some(2)), delete, put(5, "z", None)];
@@ -146,8 +145,7 @@ fn created_and_deleted(keys: usize) -> Vec<Change> {
         let row = RowId::new(revision, 0);
         let create_revision = before.map_or(revision, |before| before.row.revision);
         let version = Version { row, create_revision, version: if before.is_some() { 2 } else { 1 } };
-        let kv = EncodedKv::new(key.as_bytes(), version, b"value", None);
-        let put = ChangeKind::Put { kv, create_revision, version: version.version, lease: None };
+        let put = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, b"value", None));
         let kind = if is_put { put } else { ChangeKind::Delete };
         changes.push(Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None });
     }

@@ -171,8 +171,7 @@ fn revoked_lease_leaves_no_key_of_another_instance() {
         let world = World::new();
         submit(&world.queue, Request::Grant { id: LEASE, ttl_secs: 60 }).expect("the queue is open");
         let version = Version { row: RowId::new(Revision(2), 0), create_revision: Revision(2), version: 1 };
-        let kv = EncodedKv::new(b"k", version, b"", Some(LEASE));
-        let kind = ChangeKind::Put { kv, create_revision: Revision(2), version: 1, lease: Some(LEASE) };
+        let kind = ChangeKind::put(EncodedKv::new(b"k", version, b"", Some(LEASE)));
         let change = Change { row: version.row, key: Key::from(&b"k"[..]), kind, prev: None, prev_lease: None };
         let appended = block_on(world.shared.log.append(Append::rows(Revision::EMPTY, &[change])));
         assert!(matches!(appended, Ok(Appended::Done)));

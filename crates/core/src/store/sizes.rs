@@ -317,8 +317,7 @@ mod tests {
     fn put(key: &str, revision: i64) -> Change {
         let row = RowId::new(Revision(revision), 0);
         let version = Version { row, create_revision: Revision(revision), version: 1 };
-        let kv = EncodedKv::new(key.as_bytes(), version, b"", None);
-        let kind = ChangeKind::Put { kv, create_revision: Revision(revision), version: 1, lease: None };
+        let kind = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, b"", None));
         Change { row, key: key.as_bytes().into(), kind, prev: None, prev_lease: None }
     }
 

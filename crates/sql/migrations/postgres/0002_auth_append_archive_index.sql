@@ -363,7 +363,7 @@ BEGIN
     WITH wanted AS (
         SELECT * FROM unnest(ids, subs, ends) AS w (id, sub, end_revision)
     ), copied AS (
-        INSERT INTO kv_archive
+        INSERT INTO kv_archive (id, sub, key, value, lease, version, create_revision, prev_revision, deleted, end_revision)
         SELECT l.id, 0, l.key, l.value, l.lease, l.version, l.create_revision, l.prev_revision, l.deleted, w.end_revision
         FROM wanted w JOIN kv_log l ON l.id = w.id WHERE w.sub = 0
         UNION ALL

@@ -12,6 +12,10 @@ use std::{
 
 use tracing::warn;
 
+/// The target of sqlx's log about files of passwords. sqlx warns at each connection of a file that it cannot use, and logs
+/// malformed lines of it.
+pub const PASSWORD_FILES_TARGET: &str = "sqlx_postgres::options::pgpass";
+
 /// The connection for which a password is wanted.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
@@ -37,8 +41,8 @@ pub(super) fn password(file: &Path, wanted: Wanted<'_>) -> io::Result<Option<Str
     Ok(find(&fs::read_to_string(file).map_err(named)?, wanted))
 }
 
-/// Warns of files that sqlx reads and cannot use, `PGPASSFILE` and `~/.pgpass`. sqlx warns at each connection, and its
-/// warnings about lines contain these, so the server's log lacks them.
+/// Warns of files that sqlx reads and cannot use, `PGPASSFILE` and `~/.pgpass`. The server's log lacks sqlx's own warnings
+/// ([`PASSWORD_FILES_TARGET`]).
 pub(super) fn warn_of_unusable() {
     let named = std::env::var_os("PGPASSFILE").map(PathBuf::from);
     let usual = std::env::home_dir().map(|home| home.join(".pgpass"));

@@ -63,7 +63,7 @@ impl PostgresView {
 
     pub(super) async fn now(database: &Database, member_id: u64) -> Result<Self> {
         let found = database.find().await.map_err(|error| database.unavailable(&error))?;
-        Self::begin(found, database, member_id, auth::SCHEMA).await
+        Self::begin(found, database, member_id, migrations::newest(&migrations::postgres())).await
     }
 
     async fn begin(found: Found, database: &Database, member_id: u64, schema: i64) -> Result<Self> {

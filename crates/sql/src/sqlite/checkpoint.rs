@@ -331,9 +331,8 @@ mod tests {
     async fn put(log: &SqliteLog, value: &[u8]) {
         let expected = log.meta().await.expect("facts").position;
         let row = RowId::new(Revision(expected.head.0 + 1), 0);
-        let (key, create_revision, lease) = (Key::from(b"k".to_vec()), row.revision, None);
-        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, value, lease);
-        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        let version = Version { row, create_revision: row.revision, version: 1 };
+        let (key, kind) = (Key::from(b"k".to_vec()), ChangeKind::put(EncodedKv::new(b"k", version, value, None)));
         let changes = &[Change { row, key, kind, prev: None, prev_lease: None }];
         let append = Append { expected, changes, reads: None, leases: &[], compact: None, fact: None, auth: None };
         assert_eq!(log.append(append).await.expect("a put"), Appended::Done);
@@ -373,9 +372,8 @@ mod tests {
         let expected = log.meta().await.expect("facts").position;
         log.checkpointer.shared.note_space(true, &file).await;
         let row = RowId::new(Revision(expected.head.0 + 1), 0);
-        let (key, create_revision, lease) = (Key::from(b"k".to_vec()), row.revision, None);
-        let kv = EncodedKv::new(b"k", Version { row, create_revision, version: 1 }, b"v", lease);
-        let put = ChangeKind::Put { kv, create_revision, version: 1, lease };
+        let version = Version { row, create_revision: row.revision, version: 1 };
+        let (key, put) = (Key::from(b"k".to_vec()), ChangeKind::put(EncodedKv::new(b"k", version, b"v", None)));
         for (kind, is_done) in [(put, false), (ChangeKind::Delete, true)] {
             let changes = &[Change { row, key: key.clone(), kind, prev: None, prev_lease: None }];
             let append = Append { expected, changes, reads: None, leases: &[], compact: None, fact: None, auth: None };

@@ -32,7 +32,6 @@ use super::{SqliteLog, append::SET_FACT, load::with_suffix, writer};
 use crate::error::unavailable;
 
 const MAGIC: &[u8; 20] = b"orlop saved index 1\n";
-const STATE_BYTES: usize = 32;
 /// Bytes that are synced at once. The sync of a commit may have to wait for it.
 const UNSYNCED_BYTES_MAX: usize = 1 << 20;
 /// Bytes of the disk that a saved index leaves to commits.
@@ -228,12 +227,7 @@ fn read_block(file: &mut BufReader<File>) -> io::Result<Option<Vec<u8>>> {
 }
 
 fn numbers(block: &[u8]) -> Option<[i64; 4]> {
-    if block.len() != STATE_BYTES {
-        return None;
-    }
-    let mut numbers = [0; 4];
-    for (number, bytes) in numbers.iter_mut().zip(block.chunks_exact(8)) {
-        *number = i64::from_le_bytes(bytes.try_into().ok()?);
-    }
-    Some(numbers)
+    let (numbers, []) = block.as_chunks::<8>() else { return None };
+    let numbers = <[[u8; 8]; 4]>::try_from(numbers).ok()?;
+    Some(numbers.map(i64::from_le_bytes))
 }

@@ -118,7 +118,8 @@ impl SqliteView {
         let file = options.get_filename();
         let bytes = file.metadata().map_or(0, |metadata| metadata.len());
         let wal = Wal { growth: Growth::of(file).await, bytes_max: bytes.max(WAL_GROWTH_MAX) };
-        Ok(Self { wal: Some(wal), ..Self::new(connection, name, auth::SCHEMA) })
+        let schema = migrations::newest(&migrations::sqlite());
+        Ok(Self { wal: Some(wal), ..Self::new(connection, name, schema) })
     }
 
     async fn refuse_long_wal(&self) -> Result<()> {
@@ -208,6 +209,18 @@ impl History for SqliteView {
 mod tests {
     use super::*;
     use crate::sqlite::SqliteLog;
+
+    #[tokio::test]
+    async fn view_has_the_newest_schema() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.expect("a database");
+        let view = SqliteView::now(&log.options, &log.identity).await.expect("a view");
+        let versions: Vec<i64> = sqlx::query_scalar(migrations::VERSIONS)
+            .fetch_all(&mut *view.connection.lock().await)
+            .await
+            .expect("the versions");
+        assert_eq!(versions.last(), Some(&view.schema));
+    }
 
     #[tokio::test]
     async fn view_ends_when_the_wal_has_grown() {

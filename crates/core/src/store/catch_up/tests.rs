@@ -15,7 +15,7 @@ fn change(row: RowId, key: &str, version: i64, prev: Option<RowId>) -> Change {
     let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version }, b"value", None);
     let kind = match version {
         0 => ChangeKind::Delete,
-        _ => ChangeKind::Put { kv, create_revision, version, lease: None },
+        _ => ChangeKind::put(kv),
     };
     let prev = prev.map(|row| Prev { row, kv: None });
     Change { row, key: Key::from(key.as_bytes()), kind, prev, prev_lease: None }

@@ -287,9 +287,8 @@ async fn request_that_arrives_during_a_read_of_the_log_sees_what_was_acknowledge
     let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
     let append = async |revision: i64, key: &str| {
         let row = RowId::new(Revision(revision), 0);
-        let create_revision = row.revision;
-        let kv = EncodedKv::new(key.as_bytes(), Version { row, create_revision, version: 1 }, b"", None);
-        let kind = ChangeKind::Put { kv, create_revision, version: 1, lease: None };
+        let version = Version { row, create_revision: row.revision, version: 1 };
+        let kind = ChangeKind::put(EncodedKv::new(key.as_bytes(), version, b"", None));
         let change = Change { row, key: Key::from(key.as_bytes()), kind, prev: None, prev_lease: None };
         let appended = log.append(Append::rows(row.revision.prev(), &[change])).await;
         assert_eq!(appended.ok(), Some(Appended::Done));

@@ -55,7 +55,7 @@ impl History {
             };
             let kv = EncodedKv::new(&key, version, format!("value at {}", row.revision).as_bytes(), None::<LeaseId>);
             self.pairs.insert(key.clone(), (version, kv.clone()));
-            ChangeKind::Put { kv, create_revision: version.create_revision, version: version.version, lease: None }
+            ChangeKind::put(kv)
         } else {
             self.pairs.remove(&key);
             ChangeKind::Delete
