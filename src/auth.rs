@@ -15,7 +15,7 @@ use tonic::Status;
 use self::passwords::EnteredPassword;
 pub use self::{
     keys::{Keys, SignMethod},
-    passwords::{COST_DEFAULT as BCRYPT_COST, COSTS as BCRYPT_COSTS, PasswordError, Passwords},
+    passwords::{COST_DEFAULT as BCRYPT_COST, COSTS as BCRYPT_COSTS, PasswordError, Passwords, sent_hash},
     tokens::Tokens,
 };
 use crate::{

@@ -2,11 +2,12 @@
 //! archive, an empty database to be filled, and a database to be read. Only `orlop defrag`, which is for SQLite alone, opens
 //! one elsewhere.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use crate::config::{Datastore, Settings};
 use orlop_core::{
-    log::{self, Archive, History as _, Inspect, Load, Log},
+    files::folder_of,
+    log::{self, Archive, Inspect, Load, Log, ReadLog as _},
     metrics::Metrics,
     store::{HistorySettings, Keep},
 };
@@ -29,6 +30,22 @@ pub(crate) enum MissingArchive {
     Create,
     /// The caller does not know yet whose database it is.
     Ignore,
+}
+
+/// Returns whether the database exists. One of Postgres counts as existing.
+pub(crate) fn exists(datastore: &Datastore) -> bool {
+    match datastore {
+        Datastore::Sqlite(file) => file.exists(),
+        Datastore::Postgres(_) => true,
+    }
+}
+
+/// Returns the folder for temporary files that are as large as the database.
+pub(crate) fn scratch_folder(datastore: &Datastore) -> PathBuf {
+    match datastore {
+        Datastore::Sqlite(file) => folder_of(file).to_owned(),
+        Datastore::Postgres(_) => std::env::temp_dir(),
+    }
 }
 
 /// Returns whether an older version of Orlop uses the database, whose schema [`open_with_archive`] would migrate.

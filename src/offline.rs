@@ -70,7 +70,7 @@ pub async fn hashkv(args: HashArgs) -> Result<()> {
             format!("revision {} has been compacted; the oldest readable one is {compacted}", args.rev)
         }
     })?;
-    let hashed = hash::of_history(&*view, &index, revision, index.compact_revision()).await?;
+    let hashed = hash::of_log(&*view, &index, revision, index.compact_revision()).await?;
     let compact_revision = hashed.compact_revision.map_or(-1, |revision| revision.0);
     let text = match args.write_out {
         Format::Simple => format!("{}, {}, {compact_revision}\n", hashed.hash, hashed.revision),

@@ -31,7 +31,7 @@ pub use self::{
 };
 use orlop_core::{
     files::sync_folder_of,
-    log::{self, History, Load, WithPrev},
+    log::{self, Load, ReadLog, WithPrev},
     store::{PastError, replay},
     types::{KeyRange, Revision},
 };
@@ -94,7 +94,7 @@ fn publish(file: NamedTempFile, path: &Path) -> Result<()> {
 }
 
 /// Copies a log that does not change during the copy.
-async fn copy(from: &dyn History, mut into: Box<dyn Load>) -> log::Result<Revision> {
+async fn copy(from: &dyn ReadLog, mut into: Box<dyn Load>) -> log::Result<Revision> {
     let meta = from.meta().await?;
     let mut next = Revision::EMPTY.next();
     while next <= meta.position.head {

@@ -6,7 +6,7 @@
 mod requests;
 mod text;
 
-use orlop_client::{Client, MetricsPage, ServerFlags, describe};
+use orlop_client::{Client, MetricsPage, ServerFlags, describe, hint_at_user};
 use orlop_wire::proto::client::etcdserverpb::{StatusRequest, StatusResponse};
 use serde::Serialize;
 
@@ -62,7 +62,8 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 async fn read(client: &Client) -> Result<Status, String> {
-    let answer = client.maintenance().status(StatusRequest {}).await.map_err(|status| describe(&status))?;
+    let refused = |status: tonic::Status| format!("{}{}", describe(&status), hint_at_user(&status));
+    let answer = client.maintenance().status(StatusRequest {}).await.map_err(refused)?;
     // A server may have no metrics at this address.
     let page = client.metrics().await.unwrap_or_default();
     Ok(status_of(client.endpoint().to_string(), answer.into_inner(), &page))

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use orlop::snapshot::{self, Content, Export, HashCheck, Purpose};
 use orlop_core::{
     auth::{AuthState, Caller},
-    log::{self, ArchivePart, History as _, Load, Meta},
+    log::{self, ArchivePart, Load, Meta, ReadLog as _},
     store::{
         self, HistorySettings, Keep, Store,
         request::{CompactionWait, PutLease, PutRequest, PutValue},

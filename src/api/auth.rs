@@ -5,9 +5,9 @@ use tonic::{Request, Response, Status};
 use super::{
     Context,
     convert::{access, listed},
-    status::{PERMISSION_NOT_GIVEN, from_store},
+    status::{NO_PASSWORD_USER, PERMISSION_NOT_GIVEN, from_store},
 };
-use crate::net::Remote;
+use crate::{auth::sent_hash, net::Remote};
 use orlop_core::{
     auth::{AuthChange, Caller, Error, Password, ROOT},
     types::{KeyRange, Revision},
@@ -96,7 +96,7 @@ impl Auth for Context {
         check_name(&user)?;
         let password = match options {
             Some(options) if options.no_password => Password::None,
-            // As in etcd, the field hashedPassword is not used.
+            // As in etcd, the field hashedPassword is used only when a password is changed.
             _ => self.hash(&caller, remote.as_ref(), password).await?,
         };
         let header = self.change_as(&caller, AuthChange::AddUser { user, password }).await?;
@@ -138,10 +138,14 @@ impl Auth for Context {
         request: Request<pb::AuthUserChangePasswordRequest>,
     ) -> Result<Response<pb::AuthUserChangePasswordResponse>, Status> {
         let (caller, remote) = (self.caller_of(&request).await?, request.extensions().get::<Remote>().cloned());
-        let pb::AuthUserChangePasswordRequest { name: user, password, .. } = request.into_inner();
-        // As in etcd, an empty password opens no account here: a script may have lost the new one.
-        let password = if password.is_empty() {
+        let pb::AuthUserChangePasswordRequest { name: user, password, hashed_password } = request.into_inner();
+        let password = if password.is_empty() && hashed_password.is_empty() {
+            // As in etcd, an empty password opens no account here: a script may have lost the new one.
             Password::locked()
+        } else if password.is_empty() {
+            self.store.check_root(&caller).await.map_err(from_store)?;
+            // etcd also takes what is no hash of bcrypt, and the account is locked.
+            Password::Hash(sent_hash(&hashed_password).ok_or(NO_PASSWORD_USER)?)
         } else {
             self.hash(&caller, remote.as_ref(), password).await?
         };

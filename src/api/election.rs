@@ -1,5 +1,5 @@
 //! The Election service: the oldest entry of a queue is the leader, and its value is the published value. See
-//! [`super::queue`].
+//! [`super::lock_queue`].
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Context, Responses,
-    queue::{Queue, Watch, created_at, oldest_entry, prefix, remove_if, to_unknown, txn_if},
+    lock_queue::{Queue, Watch, created_at, oldest_entry, prefix, remove_if, to_unknown, txn_if},
+    status::{ELECTION_LEADER_MISSING, ELECTION_NO_LEADER, ELECTION_NOT_LEADER},
     tasks::unfold,
 };
 use orlop_core::{
@@ -24,8 +25,6 @@ use orlop_wire::proto::server::{
     },
 };
 
-const NOT_LEADER: &str = "election: not leader";
-
 /// The Election service.
 pub(super) struct ElectionService(pub(super) Arc<Context>);
 
@@ -36,7 +35,7 @@ impl ElectionService {
         let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
         let (entry, removal) = queue.enter(request.value).await?;
         queue.wait(&entry).await?;
-        queue.check(&entry, NOT_LEADER).await?;
+        queue.check(&entry, ELECTION_NOT_LEADER).await?;
         removal.cancel();
         let leader = LeaderKey { name: request.name, key: entry.key, rev: entry.create_revision, lease: queue.lease() };
         Ok(CampaignResponse { header: entry.header, leader: Some(leader) })
@@ -52,12 +51,12 @@ impl ElectionService {
         let put = request_op::Request::RequestPut(put);
         let is_leader = created_at(&leader.key, leader.rev);
         let response = txn_if(&self.0, caller, is_leader, vec![put], Vec::new()).await?;
-        if response.succeeded { Ok(response.header) } else { Err(Status::unknown(NOT_LEADER)) }
+        if response.succeeded { Ok(response.header) } else { Err(ELECTION_NOT_LEADER.into()) }
     }
 }
 
 fn required(leader: Option<LeaderKey>) -> Result<LeaderKey, Status> {
-    leader.ok_or_else(|| Status::unknown("\"leader\" field must be provided"))
+    leader.ok_or_else(|| ELECTION_LEADER_MISSING.into())
 }
 
 #[tonic::async_trait]
@@ -80,7 +79,7 @@ impl Election for ElectionService {
         let (header, kv) = oldest_entry(&self.0, &caller, &prefix).await.map_err(to_unknown)?;
         match kv {
             Some(kv) => Ok(Response::new(LeaderResponse { header, kv: Some(kv) })),
-            None => Err(Status::unknown("election: no leader")),
+            None => Err(ELECTION_NO_LEADER.into()),
         }
     }
 

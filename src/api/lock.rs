@@ -1,4 +1,4 @@
-//! The Lock service: a call returns when the caller holds the lock. See [`super::queue`].
+//! The Lock service: a call returns when the caller holds the lock. See [`super::lock_queue`].
 
 use std::sync::Arc;
 
@@ -7,7 +7,8 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Context, kv,
-    queue::{Queue, Waited, to_unknown},
+    lock_queue::{Queue, Waited, to_unknown},
+    status::LOCK_SESSION_EXPIRED,
 };
 use orlop_wire::proto::server::{
     etcdserverpb as pb,
@@ -24,7 +25,7 @@ impl LockService {
         let queue = Queue::open(&self.0, &caller, &request.name, request.lease).await?;
         let (entry, removal) = queue.enter(Bytes::new()).await?;
         let waited = queue.wait(&entry).await?;
-        let checked = queue.check(&entry, "mutex: session is expired").await?;
+        let checked = queue.check(&entry, LOCK_SESSION_EXPIRED).await?;
         removal.cancel();
         let header = if waited == Waited::Yes { checked } else { entry.header };
         Ok(LockResponse { header, key: entry.key })

@@ -18,8 +18,13 @@ use orlop_wire::proto::server::etcdserverpb::{
 
 #[tonic::async_trait]
 impl Maintenance for Context {
-    /// Needs no user: tools that watch servers have none.
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
+    /// Needs a user, as in the newest etcd. Users whom this instance knows are answered without the database.
+    async fn status(&self, request: Request<pb::StatusRequest>) -> Result<Response<pb::StatusResponse>, Status> {
+        // A token that is sent although Auth is disabled would be checked with the database.
+        if self.store.is_auth_enabled() {
+            let caller = self.caller_of(&request).await?;
+            self.store.check_known_user(&caller).await.map_err(from_store)?;
+        }
         let head = self.store.head();
         // As in etcd, the call succeeds if the database is unavailable, and the response contains the error.
         let (size, failure) = match self.store.size().await {
@@ -49,6 +54,7 @@ impl Maintenance for Context {
 
     async fn alarm(&self, request: Request<pb::AlarmRequest>) -> Result<Response<pb::AlarmResponse>, Status> {
         let caller = self.caller_of(&request).await?;
+        // The checks also bring the newest alarms: a list is linearizable, as in etcd.
         if request.get_ref().action() == AlarmAction::Get {
             self.store.check_user(&caller).await.map_err(from_store)?;
         } else {
@@ -176,9 +182,10 @@ fn alarm_member(alarm: Alarm) -> pb::AlarmMember {
     pb::AlarmMember { member_id: alarm.member_id, alarm: kind.into() }
 }
 
-/// Formats a raised alarm as in etcd's Status.
+/// Formats a raised alarm as in etcd's Status, which leaves out the member 0.
 fn alarm_text(alarm: Alarm) -> String {
-    format!("memberID:{} alarm:{} ", alarm.member_id, alarm.kind.name())
+    let member = if alarm.member_id == 0 { String::new() } else { format!("memberID:{} ", alarm.member_id) };
+    format!("{member}alarm:{} ", alarm.kind.name())
 }
 
 /// Returns MAJOR.MINOR of MAJOR.MINOR[.PATCH].
@@ -188,5 +195,21 @@ fn minor_version(text: &str) -> Option<(u64, u64)> {
     match parts.next() {
         None | Some(Some(_)) if parts.next().is_none() => Some(version),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alarms_are_written_as_by_etcd() {
+        for (member_id, kind, want) in [
+            (7, AlarmKind::NoSpace, "memberID:7 alarm:NOSPACE "),
+            (7, AlarmKind::Corrupt, "memberID:7 alarm:CORRUPT "),
+            (0, AlarmKind::NoSpace, "alarm:NOSPACE "),
+        ] {
+            assert_eq!(alarm_text(Alarm { member_id, kind }), want);
+        }
     }
 }

@@ -199,7 +199,7 @@ impl From<Chunk> for HistorySnapshotResponse {
 }
 
 fn failed(error: String) -> Status {
-    Status::internal(format!("etcdserver: a snapshot cannot be taken: {error}"))
+    Status::internal(format!("orlop: a snapshot cannot be taken: {error}"))
 }
 
 /// A snapshot of which a part was sent to a client.

@@ -2,14 +2,18 @@
 
 use tonic::{Code, Status};
 
-use orlop_core::{auth, overload::REQUEST_TIME_MAX, store};
+use orlop_core::{auth, overload::REQUEST_TIME_MAX, store, watch::NotCreated};
 
 /// The text for [`store::Error::Stopped`].
 const SERVER_STOPPED: &str = "etcdserver: server stopped";
 /// The text for [`store::Error::Compacted`].
 pub(super) const COMPACTED: &str = "etcdserver: mvcc: required revision has been compacted";
+/// The reason for which a watch of no key is not created.
+pub(super) const WATCH_RANGE_EMPTY: &str = "mvcc: watcher range is empty";
+/// The text for a log in at a server that cannot sign tokens.
+pub const VERIFY_ONLY_KEY: &str = "auth: token signing attempted with verify-only key";
 
-/// An error that a service returns without asking the store: etcd's code and text.
+/// An error that is not one of the store: etcd's code and text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refusal(Code, &'static str);
 
@@ -37,6 +41,11 @@ pub const NO_DOWNGRADE: Refusal = Refusal(Code::FailedPrecondition, "etcdserver:
 pub const DOWNGRADE_FORMAT: Refusal =
     Refusal(Code::InvalidArgument, "etcdserver: wrong downgrade target version format");
 pub const DOWNGRADE_TARGET: Refusal = Refusal(Code::InvalidArgument, "etcdserver: invalid downgrade target version");
+pub const DEADLINE_EXCEEDED: Refusal = Refusal(Code::DeadlineExceeded, "context deadline exceeded");
+pub const LOCK_SESSION_EXPIRED: Refusal = Refusal(Code::Unknown, "mutex: session is expired");
+pub const ELECTION_NO_LEADER: Refusal = Refusal(Code::Unknown, "election: no leader");
+pub const ELECTION_NOT_LEADER: Refusal = Refusal(Code::Unknown, "election: not leader");
+pub const ELECTION_LEADER_MISSING: Refusal = Refusal(Code::Unknown, "\"leader\" field must be provided");
 
 /// A request that is invalid in any state of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,6 +123,15 @@ fn auth_code(error: auth::Error) -> Code {
         | Error::RoleNotFound
         | Error::RoleNotGranted
         | Error::PermissionNotGranted => Code::FailedPrecondition,
+    }
+}
+
+/// Returns the `cancel_reason` of a watch that was not created.
+pub(super) fn cancel_reason(reason: NotCreated) -> String {
+    match reason {
+        NotCreated::DuplicateId => "mvcc: duplicate watch ID provided on the WatchStream".to_owned(),
+        NotCreated::TooManyRequests => too_many_requests().message().to_owned(),
+        NotCreated::Other(text) => text.into_owned(),
     }
 }
 

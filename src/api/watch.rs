@@ -25,7 +25,7 @@ use tracing::{debug, warn};
 
 use super::{
     Context, Responses,
-    status::{COMPACTED, from_store, panicked, unknown_method},
+    status::{COMPACTED, WATCH_RANGE_EMPTY, cancel_reason, from_store, panicked, unknown_method},
 };
 use crate::auth::Credentials;
 use orlop_core::{
@@ -34,13 +34,12 @@ use orlop_core::{
     store,
     supervise::{catch_panics, log_request_panic},
     types::{KeyRange, Revision, WatchId},
-    watch::{End, Flavor, Message, Messages, NO_WATCH, Outbox, Session, Spec},
+    watch::{End, Flavor, Message, Messages, NO_WATCH, NotCreated, Outbox, Session, Spec},
 };
 use orlop_wire::proto::server::etcdserverpb::{
     self as pb, watch_create_request::FilterType, watch_request::RequestUnion,
 };
 
-const RANGE_IS_EMPTY: &str = "mvcc: watcher range is empty";
 /// Pause before a catching-up watch reads from an unavailable database again.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 /// Number of encoded bytes after which the encoder passes its buffer to the connection.
@@ -180,7 +179,7 @@ async fn serve(
                     // As in etcd, no response is sent; the client repeats the request.
                     Checked::Progress(Err(error)) => debug!(%error, "dropped a progress request"),
                     Checked::Create(create, Ok(())) => context.create_watch(&mut session, &create),
-                    Checked::Create(_, Err(refused)) => session.refuse(reason(&refused)),
+                    Checked::Create(_, Err(refused)) => session.refuse(NotCreated::Other(reason(&refused).into())),
                 }
             }
             () = outbox.notified() => session.handle_notifications(),
@@ -268,7 +267,7 @@ impl Context {
     fn create_watch(&self, session: &mut Session, create: &pb::WatchCreateRequest) {
         match spec(create, self.settings.max_message_bytes()) {
             Ok(spec) => session.create(spec),
-            Err(reason) => session.refuse(reason),
+            Err(reason) => session.refuse(NotCreated::Other(reason.into())),
         }
     }
 
@@ -307,7 +306,7 @@ impl Context {
             Message::Refused { revision, reason } => pb::WatchResponse {
                 created: true,
                 canceled: true,
-                cancel_reason: reason.into_owned(),
+                cancel_reason: cancel_reason(reason),
                 ..response(NO_WATCH, revision)
             }
             .into(),
@@ -335,7 +334,7 @@ fn range(request: &pb::WatchCreateRequest) -> KeyRange {
 pub fn spec(request: &pb::WatchCreateRequest, fragment_bytes: usize) -> Result<Spec, &'static str> {
     let range = range(request);
     if range.is_empty() {
-        return Err(RANGE_IS_EMPTY);
+        return Err(WATCH_RANGE_EMPTY);
     }
     if request.start_revision < 0 {
         return Err(COMPACTED);

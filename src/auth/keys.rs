@@ -25,6 +25,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, SubjectPublicKeyInfoDer, pem::PemObject as _};
 use x509_parser::prelude::{FromDer as _, SubjectPublicKeyInfo};
 
+use crate::api::status::VERIFY_ONLY_KEY;
+
 /// A method of signing tokens.
 #[derive(Clone, Copy)]
 pub struct SignMethod {
@@ -175,7 +177,7 @@ impl Keys {
     ///
     /// If only a public key is known; the text is etcd's.
     pub(super) fn sign(&self, claims: &impl Serialize) -> Result<String, String> {
-        let signing = self.signing.as_ref().ok_or("auth: token signing attempted with verify-only key")?;
+        let signing = self.signing.as_ref().ok_or(VERIFY_ONLY_KEY)?;
         let header = format!(r#"{{"alg":"{}","typ":"JWT"}}"#, self.method);
         let claims = serde_json::to_vec(claims).map_err(|error| error.to_string())?;
         let signed = format!("{}.{}", BASE64.encode(header), BASE64.encode(claims));

@@ -12,6 +12,7 @@ use std::{
     thread,
 };
 
+use base64::{Engine as _, prelude::BASE64_STANDARD};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 use tonic::{Code, Status};
@@ -26,6 +27,8 @@ const WAITING_OF_ADDRESS_MAX: usize = 128;
 const WAITING_MAX: usize = 1_024;
 /// bcrypt uses the first 72 bytes of a password only; etcd refuses to store a longer one.
 const PASSWORD_BYTES_MAX: usize = 72;
+/// Length of a bcrypt hash.
+const HASH_BYTES: usize = 60;
 
 /// The costs that bcrypt accepts, and the default.
 pub const COSTS: std::ops::RangeInclusive<u32> = 4..=31;
@@ -208,6 +211,14 @@ impl Passwords {
         // A thread that panicked drops the sender.
         answered.await.unwrap_or_else(|_| Err(PasswordError::Bcrypt("the check failed".to_owned())))
     }
+}
+
+/// Returns the bcrypt hash that a client sent in base64 in place of a password; `None` if it is no such hash.
+pub fn sent_hash(text: &str) -> Option<String> {
+    let hash = String::from_utf8(BASE64_STANDARD.decode(text).ok()?).ok()?;
+    let parts = hash.parse::<bcrypt::HashParts>().ok()?;
+    let is_valid = hash.len() == HASH_BYTES && hash.starts_with("$2") && COSTS.contains(&parts.get_cost());
+    is_valid.then_some(hash)
 }
 
 /// Returns the address for which work of `address` counts: of IPv6, that of the network of 64 bits. An IPv4 address

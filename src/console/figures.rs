@@ -56,8 +56,8 @@ impl Live {
     ///
     /// # Errors
     ///
-    /// [`Failure::LoggedOut`] if a part is missing because the server no longer accepts the visitor's token: the other
-    /// parts need no token, so the page would otherwise never lead to the form to log in.
+    /// [`Failure::LoggedOut`] also if only a part is missing because the server no longer accepts the visitor's token: the
+    /// others need no token of an older etcd, so the page would otherwise never lead to the form to log in.
     pub async fn figures(&self, client: &Client) -> Result<Shown, Failure> {
         let mut state = self.state.lock().await;
         match &state.last {

@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe};
+use orlop_client::{Client, Error, MetricsPage, ServerFlags, describe, hint_at_user};
 use orlop_core::clock;
 use orlop_wire::proto::client::{
     etcdserverpb::{MemberListRequest, StatusRequest, StatusResponse},
@@ -69,21 +69,35 @@ impl Source {
     ///
     /// Cancel safe.
     pub async fn read(&mut self, sizes_wait: Duration) -> Result<Snapshot, Error> {
-        let client = match self.client.take().filter(|client| !client.is_lost()) {
-            Some(client) => client,
-            None => self.flags.connect().await?,
-        };
-        let mut snapshot = read(&client, ROWS_MAX).await?;
+        let (client, mut snapshot) = self.read_without_sizes().await?;
         match self.sizes.read(&client, b"", ROWS_MAX, sizes_wait).await {
             Some(Ok(sizes)) => snapshot.sizes = Some(sizes),
             Some(Err(reason)) => drop(snapshot.missing.insert("sizes", reason)),
             None => drop(snapshot.missing.insert("sizes", BEING_COLLECTED.to_owned())),
         }
-        // A token that has expired is renewed by a new connection.
-        let is_logged_out = snapshot.missing.values().any(|reason| reason.starts_with("Unauthenticated"));
+        // An older etcd checks the token of some parts only.
+        let is_logged_out = snapshot.missing.values().any(|reason| refuses_token(reason));
         self.client = Some(client).filter(|_| !is_logged_out);
         Ok(snapshot)
     }
+
+    /// Reads with the client of the last read, or with a new one if its connection is lost or its token has expired.
+    async fn read_without_sizes(&mut self) -> Result<(Client, Snapshot), Error> {
+        if let Some(client) = self.client.take().filter(|client| !client.is_lost()) {
+            match read(&client, ROWS_MAX).await {
+                Err(Error::Request { error, .. }) if refuses_token(&error) => {}
+                outcome => return outcome.map(|snapshot| (client, snapshot)),
+            }
+        }
+        let client = self.flags.connect().await?;
+        let snapshot = read(&client, ROWS_MAX).await?;
+        Ok((client, snapshot))
+    }
+}
+
+/// Returns whether an error of the server, as text, means that a token is not valid, or not any more.
+fn refuses_token(error: &str) -> bool {
+    error.starts_with("Unauthenticated")
 }
 
 /// Reads a snapshot without sizes. `rows_max`: the maximum number of ranges with watchers, and of leases.
@@ -99,7 +113,7 @@ pub async fn read(client: &Client, rows_max: u32) -> Result<Snapshot, Error> {
     let failed = |error: String| Error::Request { endpoint: client.endpoint().to_string(), error };
     match timeout(READ_MAX, read_parts(client, rows_max)).await {
         Ok(Ok(snapshot)) => Ok(snapshot),
-        Ok(Err(status)) => Err(failed(describe(&status))),
+        Ok(Err(status)) => Err(failed(format!("{}{}", describe(&status), hint_at_user(&status)))),
         Err(_) => Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
     }
 }

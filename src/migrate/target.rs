@@ -24,7 +24,6 @@ use crate::{
 };
 use orlop_core::{
     auth::AuthState,
-    files::folder_of,
     index::{CompactionCursor, Lease, TreeIndex},
     log::{self, Append, Appended, ArchivePart, AuthMark, Error, FactChange, LeaseChange, Load, Log, Meta, Position},
     private,
@@ -75,9 +74,7 @@ impl Place<'_> {
     ///
     /// If the database cannot be opened, another process uses it, it is damaged, or an older version of Orlop wrote it.
     pub(super) async fn open(&self, missing: MissingArchive) -> Result<Option<Target>> {
-        if let Datastore::Sqlite(file) = self.datastore
-            && !file.exists()
-        {
+        if !datastore::exists(self.datastore) {
             return Ok(None);
         }
         // Opening migrates the schema, and an older version that still uses the database could not open it again. An
@@ -139,10 +136,7 @@ impl Place<'_> {
 
     /// Returns the folder for the snapshot of the source, which exists.
     pub(super) fn scratch_folder(&self) -> Result<PathBuf> {
-        let folder = match self.datastore {
-            Datastore::Sqlite(file) => folder_of(file).to_owned(),
-            Datastore::Postgres(_) => std::env::temp_dir(),
-        };
+        let folder = datastore::scratch_folder(self.datastore);
         let made = private::make_folder(&folder);
         made.map_err(|error| Failure::Fatal(format!("cannot create folder {}: {error}", folder.display())))?;
         Ok(folder)
@@ -359,13 +353,13 @@ impl Target {
     pub(super) async fn has_hash(&self, theirs: &SourceHash) -> Result<bool> {
         let (own, head) = (self.compact_revision(), self.head());
         let compacted = theirs.compact_revision.max(own);
-        let history = self.log.freeze().await?;
-        if hash::of_history(&*history, &self.index, head, compacted).await?.hash == theirs.hash {
+        let frozen = self.log.freeze().await?;
+        if hash::of_log(&*frozen, &self.index, head, compacted).await?.hash == theirs.hash {
             return Ok(true);
         }
         // At its compact revision, etcd tells the hash from before the compaction.
         let may_be_older = theirs.compact_revision == Some(head) && own < compacted;
-        Ok(may_be_older && hash::of_history(&*history, &self.index, head, own).await?.hash == theirs.hash)
+        Ok(may_be_older && hash::of_log(&*frozen, &self.index, head, own).await?.hash == theirs.hash)
     }
 
     /// Records the time of the head. Call it about once a second while the copy has the newest revision of the source. If it

@@ -24,7 +24,7 @@ use orlop_core::{
 };
 use orlop_sql::Durability;
 
-/// Time for which reads of the log are repeated at a start on Postgres, after the first that failed.
+/// Time for which reads of a shared log are repeated at a start, after the first that failed.
 const READ_WAIT_MAX: Duration = Duration::from_secs(60);
 const READ_PAUSE: Duration = Duration::from_secs(1);
 
@@ -82,11 +82,10 @@ pub(super) async fn open_store(
         Datastore::Postgres(_) => String::new(),
     };
     let read = |error| Error(format!("cannot read the database{location}: {error}"));
-    match &datastore {
-        Datastore::Sqlite(_) => Store::open(log, store_settings).await,
-        Datastore::Postgres(_) => read_patiently(log, store_settings).await,
-    }
-    .map_err(read)
+    let is_shared = log.shared().is_some();
+    let opened =
+        if is_shared { read_patiently(log, store_settings).await } else { Store::open(log, store_settings).await };
+    opened.map_err(read)
 }
 
 /// Reads the log. Begins again if the database does not respond for a while.

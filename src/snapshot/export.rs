@@ -221,7 +221,7 @@ mod tests {
     use crate::snapshot::{HashCheck, status};
     use orlop_core::{
         auth::Caller,
-        log::History as _,
+        log::ReadLog as _,
         store::{
             HistorySettings, Keep, Settings,
             request::{CompactionWait, PutLease, PutRequest, PutValue},

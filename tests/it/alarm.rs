@@ -4,33 +4,21 @@ use std::{fs, time::Instant};
 
 use orlop_wire::proto::client::etcdserverpb::{
     AlarmMember, AlarmRequest, AlarmType, CompactionRequest, DefragmentRequest, DeleteRangeRequest, LeaseGrantRequest,
-    PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, alarm_request::AlarmAction, request_op::Request,
+    RequestOp, StatusRequest, TxnRequest, alarm_request::AlarmAction, request_op::Request,
 };
 use tonic::{Code, Status};
 
 use crate::support::{
-    Backend, Client, DEADLINE, Disk, Place, Postgres, Server, eventually, http_get, on_both_backends, orlop, prints,
-    run, run_within,
+    Backend, Client, DEADLINE, Disk, Place, Postgres, Server, delete, eventually, get, http_get, on_both_backends,
+    orlop, prints, put, run, run_within,
 };
 
 const NO_SPACE: &str = "etcdserver: mvcc: database space exceeded";
 const CORRUPT: &str = "etcdserver: corrupt cluster";
 
-fn put(key: &str, value: Vec<u8>) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: value.into(), ..Default::default() }
-}
-
 fn txn(requests: Vec<Request>) -> TxnRequest {
     let success = requests.into_iter().map(|request| RequestOp { request: Some(request) }).collect();
     TxnRequest { success, ..Default::default() }
-}
-
-fn get(key: &str) -> RangeRequest {
-    RangeRequest { key: key.to_owned().into(), ..Default::default() }
-}
-
-fn delete(key: &str) -> DeleteRangeRequest {
-    DeleteRangeRequest { key: key.to_owned().into(), ..Default::default() }
 }
 
 async fn alarm(client: &mut Client, action: AlarmAction, alarm: AlarmType) -> Vec<AlarmMember> {
@@ -42,8 +30,8 @@ async fn alarm(client: &mut Client, action: AlarmAction, alarm: AlarmType) -> Ve
 async fn refusals(client: &mut Client) -> Vec<(&'static str, Option<String>)> {
     let text = |status: Status| status.message().to_owned();
     let mut answers = Vec::new();
-    answers.push(("put", client.kv.put(put("k", b"v".into())).await.map(drop)));
-    let with_put = txn(vec![Request::RequestPut(put("k", b"v".into()))]);
+    answers.push(("put", client.kv.put(put("k", "v")).await.map(drop)));
+    let with_put = txn(vec![Request::RequestPut(put("k", "v"))]);
     answers.push(("txn with a put", client.kv.txn(with_put).await.map(drop)));
     let without_put = txn(vec![Request::RequestDeleteRange(delete("nothing"))]);
     answers.push(("txn without a put", client.kv.txn(without_put).await.map(drop)));
@@ -90,7 +78,22 @@ async fn alarm_refuses_the_same_requests_as_etcd(backend: Backend) {
         assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, [member(raised)]);
         assert_eq!(alarm(&mut client, AlarmAction::Deactivate, raised).await, []);
         assert_eq!(http_get(server.endpoint(), "/health").await.status, 200);
-        client.kv.put(put("k", b"v".into())).await.expect("puts are accepted again");
+        client.kv.put(put("k", "v")).await.expect("puts are accepted again");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn acknowledged_change_of_an_alarm_is_listed_at_another_instance() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let one = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let two = Server::orlop_on(&datastore, &["--name", "two"]).await;
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    for round in 0..50 {
+        let raised = alarm(&mut a, AlarmAction::Activate, AlarmType::Nospace).await;
+        assert_eq!(alarm(&mut b, AlarmAction::Get, AlarmType::None).await, raised, "round {round}");
+        alarm(&mut a, AlarmAction::Deactivate, AlarmType::Nospace).await;
+        assert_eq!(alarm(&mut b, AlarmAction::Get, AlarmType::None).await, [], "round {round}");
     }
 }
 
@@ -122,7 +125,7 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     let quota = 4_000_000.to_string();
     let Some(server) = Server::orlop_with(backend, &["--quota-backend-bytes", &quota]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("kept", b"value".into())).await.expect("there is space");
+    client.kv.put(put("kept", "value")).await.expect("there is space");
     // Random values, so that the database cannot compress them.
     let mut random = crate::support::Random::new(1);
     let mut written = 0;
@@ -148,7 +151,7 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
         client.kv.range(get("kept")).await.expect("reads are served").into_inner().header.expect("a header").revision;
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("compactions are served");
     client.maintenance.defragment(DefragmentRequest {}).await.expect("defragmentation is served");
-    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    eventually("free space", async || client.clone().kv.put(put("more", "value")).await.map(drop)).await;
     assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
     for key in ["kept", "filler", "more"] {
         assert_eq!(client.kv.range(get(key)).await.expect("a range").into_inner().count, 1, "{key}");
@@ -160,7 +163,7 @@ async fn store_above_the_quota_of_its_server_accepts_no_put(backend: Backend) {
     let Some(mut server) = server_with_a_megabyte(backend).await else { return };
     server.restart_with(&["--quota-backend-bytes", "500000"]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let refused = client.kv.put(put("first", b"value".into())).await.expect_err("there is no space");
+    let refused = client.kv.put(put("first", "value")).await.expect_err("there is no space");
     assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, NO_SPACE));
     eventually("the alarm", async || {
         let alarms = alarm(&mut client.clone(), AlarmAction::Get, AlarmType::Nospace).await;
@@ -171,13 +174,13 @@ async fn store_above_the_quota_of_its_server_accepts_no_put(backend: Backend) {
 
     server.restart_with(&[]).await;
     let client = Client::connect(server.endpoint()).await;
-    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    eventually("free space", async || client.clone().kv.put(put("more", "value")).await.map(drop)).await;
 }
 
 /// The quota is a setting of the servers, and the command may have another one.
 async fn command_on_a_database_has_no_quota(backend: Backend) {
     let Some(mut server) = server_with_a_megabyte(backend).await else { return };
-    Client::connect(server.endpoint()).await.kv.put(put("kept", b"small".into())).await.expect("there is space");
+    Client::connect(server.endpoint()).await.kv.put(put("kept", "small")).await.expect("there is space");
     assert!(server.terminate().await.success());
     let mut command = orlop(["rewind", "kept", "--to", "2", "--yes", "--datastore-endpoint", &server.url()]);
     let output = run(command.env("ORLOP_QUOTA_BACKEND_BYTES", "500000"));
@@ -193,7 +196,7 @@ async fn command_on_a_database_has_no_quota(backend: Backend) {
 async fn server_with_a_megabyte(backend: Backend) -> Option<Server> {
     let server = Server::orlop(backend).await?;
     let mut random = crate::support::Random::new(1);
-    let value = (0..1_000_000).map(|_| (random.below(256)) as u8).collect();
+    let value: Vec<u8> = (0..1_000_000).map(|_| (random.below(256)) as u8).collect();
     Client::connect(server.endpoint()).await.kv.put(put("kept", value)).await.expect("there is space");
     Some(server)
 }
@@ -213,7 +216,7 @@ async fn full_disk_raises_the_alarm_and_free_space_clears_it() {
         };
         let server = Server::orlop_at(None, &[], place).await;
         let mut client = Client::connect(server.endpoint()).await;
-        client.kv.put(put("kept", b"value".into())).await.expect("there is space");
+        client.kv.put(put("kept", "value")).await.expect("there is space");
         disk.fill();
         eventually("a refusal", async || match client.clone().kv.put(put("filler", vec![7; 1_000_000])).await {
             Err(status) if status.message() == NO_SPACE => Ok(()),
@@ -229,7 +232,7 @@ async fn full_disk_raises_the_alarm_and_free_space_clears_it() {
         assert_eq!(client.kv.range(get("kept")).await.expect("reads are served").into_inner().count, 1);
         assert!(is_log_on_disk || server.log().contains("the disk is full"), "{}", server.log());
         disk.empty();
-        eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+        eventually("free space", async || client.clone().kv.put(put("more", "value")).await.map(drop)).await;
         eventually("no alarm", async || {
             let alarms = alarm(&mut client.clone(), AlarmAction::Get, AlarmType::None).await;
             if alarms.is_empty() { Ok(()) } else { Err(alarms) }
@@ -245,7 +248,7 @@ async fn server_starts_again_on_a_full_disk() {
     let place = Place { data: Some(disk.path().to_owned()), ..Place::default() };
     let mut server = Server::orlop_at(None, &[], place).await;
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("kept", b"value".into())).await.expect("there is space");
+    client.kv.put(put("kept", "value")).await.expect("there is space");
     assert!(server.terminate().await.success());
     server.restart().await;
     disk.fill();
@@ -255,7 +258,7 @@ async fn server_starts_again_on_a_full_disk() {
     let mut client = Client::connect(server.endpoint()).await;
     assert_eq!(client.kv.range(get("kept")).await.expect("reads are served").into_inner().count, 1);
     disk.empty();
-    eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await.map(drop)).await;
+    eventually("free space", async || client.clone().kv.put(put("more", "value")).await.map(drop)).await;
     assert!(server.terminate().await.success());
     assert!(!disk.path().join("orlop.db-wal").exists(), "the file alone can be copied again");
 }
@@ -275,7 +278,7 @@ async fn compaction_on_a_full_disk_ends_when_space_is_added() {
         let keys = |key: usize| {
             [format!("kept/{number:03}/{key}"), format!("also/{number:03}/{key}"), format!("replaced/{key}")]
         };
-        let puts = (0..42).flat_map(keys).map(|key| Request::RequestPut(put(&key, vec![7; 900])));
+        let puts = (0..42).flat_map(keys).map(|key| Request::RequestPut(put(key, vec![7; 900])));
         client.kv.txn(txn(puts.collect())).await.expect("there is space");
     }
     // The index of the WAL is short again.
@@ -284,7 +287,7 @@ async fn compaction_on_a_full_disk_ends_when_space_is_added() {
     disk.fill();
     let mut client = Client::connect(server.endpoint()).await;
     // Its rows make the database file longer, so no checkpoint succeeds.
-    let some = DeleteRangeRequest { key: "kept/00".into(), range_end: "kept/04".into(), ..Default::default() };
+    let some = DeleteRangeRequest { range_end: "kept/04".into(), ..delete("kept/00") };
     let deleted = client.kv.delete_range(some).await.expect("deletes are served").into_inner();
     assert_eq!(deleted.deleted, 40 * 42);
     let revision = deleted.header.expect("a header").revision;
@@ -300,7 +303,7 @@ async fn compaction_on_a_full_disk_ends_when_space_is_added() {
     let mut keys = (200..TXNS).flat_map(|number| (0..42).map(move |key| format!("kept/{number}/{key}")));
     let refused = loop {
         let key = keys.next().expect("the WAL becomes full");
-        if let Err(refused) = client.kv.delete_range(delete(&key)).await {
+        if let Err(refused) = client.kv.delete_range(delete(key)).await {
             break refused;
         }
     };
@@ -315,7 +318,7 @@ async fn compaction_on_a_full_disk_ends_when_space_is_added() {
     let mut client = Client::connect(server.endpoint()).await;
     assert_eq!(client.kv.range(get("kept/100/0")).await.expect("reads are served").into_inner().count, 1);
     disk.resize(320);
-    let more = eventually("free space", async || client.clone().kv.put(put("more", b"value".into())).await).await;
+    let more = eventually("free space", async || client.clone().kv.put(put("more", "value")).await).await;
     // It begins when the rows of the first compaction are deleted.
     let revision = more.into_inner().header.expect("a header").revision;
     let compaction = client.kv.compact(CompactionRequest { revision, physical: true });
@@ -330,7 +333,7 @@ async fn full_disk_is_named_if_a_file_with_a_wal_cannot_be_opened() {
     let Some(disk) = Disk::mount(80) else { return };
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("kept", b"value".into())).await.expect("a put");
+    client.put("kept", "value").await;
     server.kill();
     for name in ["orlop.db", "orlop.db-wal", "orlop.db.lock"] {
         fs::copy(server.data_dir().join(name), disk.path().join(name)).expect("a copy");
@@ -354,16 +357,14 @@ async fn alarm_applies_to_all_instances() {
     let (one, two) = (Server::orlop_on(&datastore, &[]).await, Server::orlop_on(&datastore, &[]).await);
     let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
     alarm(&mut a, AlarmAction::Activate, AlarmType::Nospace).await;
-    eventually("the alarm on the other instance", async || match b.clone().kv.put(put("k", b"v".into())).await {
+    eventually("the alarm on the other instance", async || match b.clone().kv.put(put("k", "v")).await {
         Err(status) if status.message() == NO_SPACE => Ok(()),
         other => Err(other),
     })
     .await;
     alarm(&mut b, AlarmAction::Deactivate, AlarmType::Nospace).await;
-    eventually("the end of the alarm on the first instance", async || {
-        a.clone().kv.put(put("k", b"v".into())).await.map(drop)
-    })
-    .await;
+    eventually("the end of the alarm on the first instance", async || a.clone().kv.put(put("k", "v")).await.map(drop))
+        .await;
 }
 
 on_both_backends!(

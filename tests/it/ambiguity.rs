@@ -9,10 +9,9 @@ use std::{
     },
 };
 
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use tonic::Code;
 
-use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, all, eventually, everything};
+use crate::support::{Client, Cut, Postgres, Proxy, Random, Server, Stream, all, eventually, everything, put};
 
 const CLIENTS: usize = 6;
 const CUTS: usize = 300;
@@ -92,8 +91,7 @@ async fn write(
             break;
         }
         let key = format!("{number}/{round}");
-        let put = PutRequest { key: key.clone().into(), value: "value".into(), ..Default::default() };
-        match client.kv.put(put).await {
+        match client.kv.put(put(&key, "value")).await {
             Ok(answer) => {
                 answered.fetch_add(1, Ordering::Relaxed);
                 outcomes.acknowledged.insert(key, answer.into_inner().header.expect("a header").revision);
@@ -123,8 +121,7 @@ async fn rows_of_other_instances_arrive_without_notifications() {
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
     for round in 0..10 {
-        let put = PutRequest { key: "k".into(), value: round.to_string().into(), ..Default::default() };
-        let revision = a.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+        let revision = a.put("k", round.to_string()).await;
         assert_eq!(stream.read_until(revision).await, [revision]);
     }
 }

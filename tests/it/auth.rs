@@ -11,12 +11,12 @@ use orlop_wire::proto::client::{
     authpb::Permission,
     etcdserverpb::{
         AuthEnableRequest, AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest,
-        AuthUserGrantRoleRequest, PutRequest, RangeRequest,
+        AuthUserGrantRoleRequest,
     },
 };
 use tonic::{Code, Status};
 
-use crate::support::Client;
+use crate::support::{self, Client};
 
 /// Checks of passwords take long on purpose; most tests do not need that.
 pub const CHEAP: [&str; 2] = ["--bcrypt-cost", "4"];
@@ -67,11 +67,11 @@ pub async fn act_as(client: &mut Client, user: &str) -> String {
 }
 
 async fn get(client: &mut Client, key: &str) -> Result<(), Status> {
-    client.kv.range(RangeRequest { key: key.to_owned().into(), ..Default::default() }).await.map(drop)
+    client.kv.range(support::get(key)).await.map(drop)
 }
 
 async fn put(client: &mut Client, key: &str) -> Result<(), Status> {
-    client.kv.put(PutRequest { key: key.to_owned().into(), value: "v".into(), ..Default::default() }).await.map(drop)
+    client.kv.put(support::put(key, "v")).await.map(drop)
 }
 
 /// Checks that a call was refused with this code and text.

@@ -8,7 +8,6 @@ use std::{
     process::{Output, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use rustix::{
     fs::{CWD, Mode, mkfifoat},
     process::Signal,
@@ -22,8 +21,8 @@ use tokio::{
 };
 
 use crate::support::{
-    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, on_both_backends, orlop_program,
-    run_async, send_signal, skip, text,
+    Authority, Backend, Client, DEADLINE, Postgres, Server, etcd_tool, eventually, get, on_both_backends,
+    orlop_program, run_async, send_signal, skip, text,
 };
 
 async fn run(program: &Path, arguments: &[&str]) -> Output {
@@ -60,9 +59,7 @@ fn snapshots(folder: &Path) -> Vec<PathBuf> {
 }
 
 async fn put(endpoint: &str, key: &str) -> i64 {
-    let request = PutRequest { key: key.to_owned().into(), value: vec![7; 100_000].into(), ..Default::default() };
-    let answer = Client::connect(endpoint).await.kv.put(request).await.expect("a put").into_inner();
-    answer.header.expect("a header").revision
+    Client::connect(endpoint).await.put(key, vec![7; 100_000]).await
 }
 
 /// Returns the revision of a snapshot, which must be valid.
@@ -332,8 +329,7 @@ async fn server_saves_snapshots_at_an_interval(backend: Backend) {
     let data = home.path().join("data");
     prints(&["snapshot", "restore", text(&file), "--data-dir", text(&data)]).await;
     let copy = Server::orlop_on(&format!("sqlite://{}", data.join("orlop.db").display()), &[]).await;
-    let range = RangeRequest { key: "a".into(), ..Default::default() };
-    let found = Client::connect(copy.endpoint()).await.kv.range(range).await.expect("a range").into_inner();
+    let found = Client::connect(copy.endpoint()).await.kv.range(get("a")).await.expect("a range").into_inner();
     assert_eq!(found.count, 1);
 }
 

@@ -4,10 +4,10 @@ mod faults;
 
 use std::{process::Output, time::Duration};
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use serde_json::Value;
 
-use crate::support::{Backend, Client, Postgres, Server, all, etcd_tool, orlop, run, run_within, skip};
+use crate::support::{Backend, Client, Postgres, Server, all, etcd_tool, get, orlop, run, run_within, skip};
 
 const OPERATIONS: u64 = 50;
 /// Maximum time of a run. Some runs start several servers.
@@ -46,7 +46,7 @@ async fn loads_report_their_operations_and_leave_no_keys() {
     type Row<'a> = (&'a [&'a str], &'a [(&'a str, u64)], u64);
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "not of the load".into(), ..Default::default() }).await.expect("a put");
+    client.put("not of the load", "").await;
     let rows: &[Row<'_>] = &[
         (&["put"], &[("put", OPERATIONS)], OPERATIONS),
         (&["create-txn"], &[("create-txn", OPERATIONS)], OPERATIONS),
@@ -117,7 +117,7 @@ async fn maintenance_runs_under_load_and_idle_connections_make_no_revision() {
     assert_eq!(phases, [("put", true), ("put-compacting", true), ("put-defragmenting", true)], "{report}");
     let (left, head) = keys(&mut client).await;
     assert!(left.is_empty(), "{left:?}");
-    let before = RangeRequest { key: "a".into(), revision: 2, ..Default::default() };
+    let before = RangeRequest { revision: 2, ..get("a") };
     assert!(client.kv.range(before).await.is_err_and(|status| status.message().contains("compacted")));
 
     let report = timed(&["idle", "--watches", "5", "--connections", "7"]);

@@ -24,7 +24,7 @@ use orlop_core::{
 };
 use orlop_sql::{Durability, PostgresLog, PostgresSettings, SqliteLog};
 use orlop_wire::proto::client::etcdserverpb::{
-    CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
+    CompactionRequest, LeaseGrantRequest, PutRequest, RequestOp, TxnRequest, request_op::Request,
 };
 use serde_json::Value;
 use sqlx::{
@@ -39,7 +39,7 @@ use crate::{
     durability::operate,
     snapshot::write,
     start::check_refused,
-    support::{Backend, Client, Postgres, Random, Server, on_both_backends, orlop, run, wait_for_writes},
+    support::{Backend, Client, Postgres, Random, Server, delete, on_both_backends, orlop, put, run, wait_for_writes},
 };
 
 /// The location of a store, as the server's flag takes it.
@@ -142,18 +142,9 @@ impl Place {
     }
 }
 
-fn put(key: &str, value: &str, lease: i64) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), lease, ..Default::default() }
-}
-
 async fn put_all(client: &mut Client, keys: &[&str]) {
-    let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key, "1", 0))) }).collect();
+    let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key, "1"))) }).collect();
     client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
-}
-
-async fn delete(client: &mut Client, key: &str) {
-    let delete = DeleteRangeRequest { key: key.to_owned().into(), ..Default::default() };
-    client.kv.delete_range(delete).await.expect("a delete");
 }
 
 /// Writes this history of revisions:
@@ -169,15 +160,15 @@ async fn write_worked_history(server: &Server) {
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { id: 0x7f, ttl: 5_000 }).await.expect("a lease");
     for (key, lease) in [("a", 0), ("b", 0x7f), ("a", 0)] {
-        client.kv.put(put(key, "1", lease)).await.expect("a put");
+        client.kv.put(PutRequest { lease, ..put(key, "1") }).await.expect("a put");
     }
     put_all(&mut client, &["c", "d", "e"]).await;
-    delete(&mut client, "a").await;
+    client.kv.delete_range(delete("a")).await.expect("a delete");
     for (key, lease) in [("a", 0), ("a", 0), ("d", 0), ("b", 0x7f)] {
-        client.kv.put(put(key, "2", lease)).await.expect("a put");
+        client.kv.put(PutRequest { lease, ..put(key, "2") }).await.expect("a put");
     }
-    delete(&mut client, "e").await;
-    client.kv.put(put("f", "1", 0)).await.expect("a put");
+    client.kv.delete_range(delete("e")).await.expect("a delete");
+    client.put("f", "1").await;
 }
 
 async fn corruptions_are_reported_with_their_rows(backend: Backend) {
@@ -238,7 +229,7 @@ async fn rows_left_by_compaction_are_no_violations(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     put_all(&mut client, &["c", "d"]).await;
-    client.kv.put(put("c", "2", 0)).await.expect("a put");
+    client.put("c", "2").await;
     // Deletes c at revision 2, which is the first row of its transaction.
     let compaction = CompactionRequest { revision: 3, physical: true };
     client.kv.compact(compaction).await.expect("a compaction");
@@ -327,7 +318,7 @@ async fn large_sqlite_store(folder: &Path) -> PathBuf {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..300 {
-        client.kv.put(put(&format!("key/{number:03}"), &"v".repeat(1_000), 0)).await.expect("a put");
+        client.put(format!("key/{number:03}"), "v".repeat(1_000)).await;
     }
     server.terminate().await;
     let file = folder.join("large.db");

@@ -14,12 +14,11 @@ use std::{
 };
 
 use orlop_core::supervise::EXIT_DISK_FAILED;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tokio::{task::JoinSet, time::sleep};
 
 use crate::{
-    support::{Backend, Client, Place, Server, skip, wait_for_writes},
+    support::{Backend, Client, Place, Server, get, put, skip, wait_for_writes},
     torture::{
         judge::check_store,
         preload::{DATABASE, EIO, Field, Preload},
@@ -48,8 +47,7 @@ impl Load {
                 let mut acknowledged = BTreeSet::new();
                 while written.load(Ordering::Relaxed) < writes_max {
                     let key = format!("{name}/{}", acknowledged.len());
-                    let put = PutRequest { value: value(&key).into(), key: key.clone().into(), ..Default::default() };
-                    if client.kv.put(put).await.is_err() {
+                    if client.kv.put(put(&key, value(&key))).await.is_err() {
                         break;
                     }
                     acknowledged.insert(key);
@@ -74,8 +72,7 @@ fn value(key: &str) -> Vec<u8> {
 async fn check(endpoint: &str, acknowledged: &BTreeSet<String>) {
     let mut client = Client::connect(endpoint).await;
     for key in acknowledged {
-        let range = RangeRequest { key: key.clone().into(), ..Default::default() };
-        let found = client.kv.range(range).await.expect("the server takes a range").into_inner().kvs;
+        let found = client.kv.range(get(key)).await.expect("the server takes a range").into_inner().kvs;
         assert!(found.len() == 1 && found[0].value == value(key), "{key} was acknowledged");
     }
 }

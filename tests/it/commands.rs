@@ -3,13 +3,15 @@
 
 use std::{fs, io, process::Stdio};
 
-use orlop_wire::proto::client::etcdserverpb::{
-    AlarmRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest,
-};
+use orlop_wire::proto::client::etcdserverpb::{AlarmRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::{Backend, Client, Server, Stream, ended, everything, on_both_backends, orlop, prints, run};
+use crate::{
+    auth::{CHEAP, enable},
+    insight::top,
+    support::{Backend, Client, Server, Stream, ended, everything, on_both_backends, orlop, prints, run},
+};
 
 /// Runs Orlop, which must fail with an error that contains `because`.
 #[track_caller]
@@ -23,11 +25,6 @@ fn check_fails(arguments: &[&str], because: &str) {
 fn status(endpoint: &str) -> (Value, String) {
     let json = prints(&["status", "--endpoints", endpoint, "-w", "json"]);
     (serde_json::from_str(&json).expect("JSON"), prints(&["status", "--endpoints", endpoint]))
-}
-
-async fn put(client: &mut Client, key: &str, bytes: usize) {
-    let value = vec![7; bytes].into();
-    client.kv.put(PutRequest { key: key.to_owned().into(), value, ..Default::default() }).await.expect("a put");
 }
 
 async fn status_shows_the_state_of_a_server(backend: Backend) {
@@ -46,7 +43,7 @@ async fn status_shows_the_state_of_a_server(backend: Backend) {
 
     let mut client = Client::connect(server.endpoint()).await;
     for key in ["a", "b", "b"] {
-        put(&mut client, key, 10).await;
+        client.put(key, [7; 10]).await;
     }
     client.kv.compact(CompactionRequest { revision: 3, physical: true }).await.expect("a compaction");
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 7 }).await.expect("a lease");
@@ -96,7 +93,7 @@ async fn status_shows_the_state_of_a_server(backend: Backend) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_of_etcd_has_unknown_properties() {
     let Some(etcd) = Server::etcd().await else { return };
-    put(&mut Client::connect(etcd.endpoint()).await, "a", 10).await;
+    Client::connect(etcd.endpoint()).await.put("a", [7; 10]).await;
     let (json, text) = status(etcd.endpoint());
     assert_eq!((&json["revision"], &json["isLeader"], &json["leases"]), (&2.into(), &true.into(), &Value::Null));
     assert!(text.contains("version           etcd 3.") && text.contains("leases            unknown\n"), "{text}");
@@ -111,6 +108,18 @@ fn user_without_a_password_is_an_error() {
         let arguments = [command, &["--user", "root"]].concat();
         check_fails(&arguments, "no password for the user root: use --user NAME:PASSWORD, --password");
     }
+}
+
+async fn commands_that_need_a_user_say_how_to_log_in(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    enable(&mut Client::connect(server.endpoint()).await).await;
+    for command in ["status", "top"] {
+        let hint = "etcdserver: user name is empty; log in: --user, or the variables ETCDCTL_USER and ETCDCTL_PASSWORD";
+        check_fails(&[command, "--endpoints", server.endpoint()], hint);
+    }
+    let as_user = ["--endpoints", server.endpoint(), "--user", "user:user's password"];
+    assert!(prints(&[&["status"][..], &as_user].concat()).contains("revision "));
+    assert!(top(&as_user).contains("revision "));
 }
 
 #[test]
@@ -156,7 +165,7 @@ async fn defrag_returns_free_space_of_a_stopped_server() {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..40 {
-        put(&mut client, &format!("k{number}"), 100_000).await;
+        client.put(format!("k{number}"), vec![7; 100_000]).await;
     }
     let delete = DeleteRangeRequest { key: "k".into(), range_end: "k3".into(), ..Default::default() };
     let header = client.kv.delete_range(delete).await.expect("a delete").into_inner().header;
@@ -213,7 +222,7 @@ fn check_unread(arguments: &[&str], want: i32) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn output_that_nobody_reads_does_not_change_the_exit_status() {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
-    put(&mut Client::connect(server.endpoint()).await, "a", 10).await;
+    Client::connect(server.endpoint()).await.put("a", [7; 10]).await;
     let home = TempDir::new().expect("a folder");
     let path = |name: &str| home.path().join(name).to_str().expect("text").to_owned();
     let (saved, restored) = (path("saved.db"), path("restored"));
@@ -232,4 +241,4 @@ async fn output_that_nobody_reads_does_not_change_the_exit_status() {
     check_unread(&["check", "--data-dir", folder], 1);
 }
 
-on_both_backends!(status_shows_the_state_of_a_server);
+on_both_backends!(status_shows_the_state_of_a_server, commands_that_need_a_user_say_how_to_log_in);

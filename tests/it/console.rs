@@ -7,15 +7,13 @@ mod page;
 mod rights;
 mod webdriver;
 
-use orlop_wire::proto::client::etcdserverpb::{
-    AuthUserChangePasswordRequest, CompactionRequest, DeleteRangeRequest, RangeRequest,
-};
+use orlop_wire::proto::client::etcdserverpb::{AuthUserChangePasswordRequest, CompactionRequest};
 
-use self::page::{Page, Visitor, encoded, put, value_of};
+use self::page::{Page, Visitor, encoded, value_of};
 use crate::{
     auth::{CHEAP, act_as, enable, password},
     kube_trace::{compare::Peer, replay, trace},
-    support::{Backend, Client, Server, free_port, on_both_backends},
+    support::{self, Backend, Client, Server, delete, free_port, on_both_backends},
 };
 
 const SECRET: &[u8] = br#"{"apiVersion":"v1","kind":"Secret","data":{"password":"aHVudGVyMg=="}}"#;
@@ -30,8 +28,7 @@ const HOSTILE: &[&[u8]] = &[
 
 /// Returns the value of a key, and its revision.
 async fn get(client: &mut Client, key: &str) -> Option<(Vec<u8>, i64)> {
-    let range = RangeRequest { key: key.to_owned().into(), ..Default::default() };
-    let answer = client.kv.range(range).await.expect("a range").into_inner();
+    let answer = client.kv.range(support::get(key)).await.expect("a range").into_inner();
     answer.kvs.first().map(|kv| (kv.value.to_vec(), kv.mod_revision))
 }
 
@@ -108,8 +105,8 @@ fn link(page: &str, start: &str) -> String {
 async fn requests_from_elsewhere_are_refused(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let old = put(&mut client, "a", b"old").await;
-    let new = put(&mut client, "a", b"new").await;
+    let old = client.put("a", b"old").await;
+    let new = client.put("a", b"new").await;
     let page = Page::about(server.endpoint(), &["--console-allowed-hosts", "orlop.example,etcd.example"]);
     let mut visitor = page.visitor();
     let host = page.url.strip_prefix("http://").expect("an address");
@@ -158,9 +155,9 @@ async fn log_in_is_required_where_auth_is_on(backend: Backend) {
     let flags = [&CHEAP[..], &["--console-listen-url", &url]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let old = put(&mut client, "a/1", b"old").await;
-    let new = put(&mut client, "a/1", b"new").await;
-    put(&mut client, "b/1", b"other").await;
+    let old = client.put("a/1", b"old").await;
+    let new = client.put("a/1", b"new").await;
+    client.put("b/1", b"other").await;
     enable(&mut client).await;
     let page = Page::about(server.endpoint(), &["--user", "root:root's password"]);
     for url in [url.as_str(), &page.url] {
@@ -248,8 +245,8 @@ async fn refused_token_leads_to_the_form_to_log_in(backend: Backend) {
 async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--history-retention", "1h"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let old = put(&mut client, "a", b"first\n").await;
-    let new = put(&mut client, "a", b"second\n").await;
+    let old = client.put("a", b"first\n").await;
+    let new = client.put("a", b"second\n").await;
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
 
@@ -258,7 +255,7 @@ async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
     assert!(object.contains(&format!(" old<span class=\"hidden\"> revision {old}</span>")), "{object}");
     let form = visitor.open(&format!("/put-back?key=a&revision={old}")).await;
     assert!(form.contains("<del>- second</del>") && form.contains("<ins>+ first</ins>"), "{form}");
-    let changed = put(&mut client, "a", b"third\n").await;
+    let changed = client.put("a", b"third\n").await;
     let answer = visitor.confirm(&form, &[]).await;
     assert_eq!(answer.status, 409, "{}", answer.body);
     assert!(answer.body.contains("has changed meanwhile"), "{}", answer.body);
@@ -274,7 +271,7 @@ async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
     assert_eq!(visitor.confirm(&form, &[]).await.status, 409);
 
     // A deleted key, from a compacted version.
-    client.kv.delete_range(DeleteRangeRequest { key: "a".into(), ..Default::default() }).await.expect("a delete");
+    client.kv.delete_range(delete("a")).await.expect("a delete");
     let request = CompactionRequest { revision: written + 1, physical: true };
     client.kv.compact(request).await.expect("a compaction");
     let object = visitor.open("/key?key=a").await;
@@ -293,8 +290,8 @@ async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
 async fn write_needs_the_right(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let old = put(&mut client, "c/1", b"old").await;
-    let new = put(&mut client, "c/1", b"new").await;
+    let old = client.put("c/1", b"old").await;
+    let new = client.put("c/1", b"new").await;
     enable(&mut client).await;
     act_as(&mut client, "root").await;
     // `user` may read these keys, but not write them.
@@ -322,13 +319,8 @@ async fn hostile_values_are_text(backend: Backend) {
     let mut events = visitor.events("").await;
     for (number, value) in HOSTILE.iter().enumerate() {
         let key = [&b"/x/"[..], value, format!("/{number}").as_bytes()].concat();
-        let request = |value: &[u8]| orlop_wire::proto::client::etcdserverpb::PutRequest {
-            key: key.clone().into(),
-            value: value.to_vec().into(),
-            ..Default::default()
-        };
-        let first = client.kv.put(request(value)).await.expect("a put").into_inner().header.expect("a header").revision;
-        client.kv.put(request(&value.repeat(2))).await.expect("a put");
+        let first = client.put(&key, value).await;
+        client.put(&key, value.repeat(2)).await;
         let key = encoded(&key);
         for path in [
             "/keys?prefix=/x/".to_owned(),
@@ -361,9 +353,9 @@ fn check_harmless(page: &str, path: &str) {
 async fn secrets_are_masked_unless_they_are_asked_for(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let old = put(&mut client, "/registry/secrets/default/s", SECRET).await;
+    let old = client.put("/registry/secrets/default/s", SECRET).await;
     let changed = String::from_utf8_lossy(SECRET).replace("aHVudGVyMg==", "b3RoZXI=");
-    let new = put(&mut client, "/registry/secrets/default/s", changed.as_bytes()).await;
+    let new = client.put("/registry/secrets/default/s", changed.as_bytes()).await;
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
     for path in [
@@ -388,12 +380,12 @@ async fn etcd_is_shown_too() {
     let mut client = Client::connect(server.endpoint()).await;
     let mut revisions = Vec::new();
     for number in 0..4 {
-        revisions.push(put(&mut client, "/r/a/1", format!("number {number}\n").as_bytes()).await);
+        revisions.push(client.put("/r/a/1", format!("number {number}\n")).await);
     }
     for number in 0..450 {
-        put(&mut client, &format!("/r/b/{number:03}"), b"x").await;
+        client.put(format!("/r/b/{number:03}"), b"x").await;
     }
-    put(&mut client, "/r/c", b"x").await;
+    client.put("/r/c", b"x").await;
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
     let names = visitor.open("/keys").await;

@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use tonic::Code;
 
 use crate::support::{
-    Backend, Client, DEADLINE, Lines, Postgres, Server, Started, all, ended, eventually, orlop, run, run_within,
+    Backend, Client, DEADLINE, Lines, Postgres, Server, Started, all, ended, eventually, orlop, put, run, run_within,
 };
 
 /// SQLite's page size in bytes.
@@ -52,10 +52,9 @@ async fn store(history: History) -> (TempDir, Vec<u8>, Vec<KeyValue>) {
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 5_000, id: 7 }).await.expect("a lease");
     for number in 0..120_u8 {
-        let key = format!("key/{}", number % 50).into();
         let bytes = if number % 10 == 0 { 9_000 } else { 100 };
         let lease = if number % 7 == 0 { 7 } else { 0 };
-        let put = PutRequest { key, value: vec![number; bytes].into(), lease, ..Default::default() };
+        let put = PutRequest { lease, ..put(format!("key/{}", number % 50), vec![number; bytes]) };
         client.kv.put(put).await.expect("a put");
     }
     if history == History::Compacted {
@@ -224,11 +223,8 @@ async fn page_that_hides_rows_is_refused() {
 async fn row_with_the_highest_number_is_read() {
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
-    let put = |key: &str| RequestOp {
-        request: Some(Request::RequestPut(PutRequest { key: key.to_owned().into(), ..Default::default() })),
-    };
-    let txn = TxnRequest { success: vec![put("a"), put("b")], ..Default::default() };
-    client.kv.txn(txn).await.expect("a transaction");
+    let success = ["a", "b"].map(|key| RequestOp { request: Some(Request::RequestPut(put(key, ""))) }).to_vec();
+    client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
     let compaction = CompactionRequest { revision: 2, physical: true };
     client.kv.compact(compaction).await.expect("a compaction");
     assert!(server.terminate().await.success());
@@ -306,7 +302,7 @@ async fn damage_that_a_read_finds_raises_the_alarm() {
     }
     let mut client = Client::connect(server.endpoint()).await;
     // SQLite reads pages again that it has read during the start, as the file has changed.
-    client.kv.put(PutRequest { key: "j".into(), ..Default::default() }).await.expect("a put");
+    client.put("j", "").await;
     let status = everything(server.endpoint()).await.map(|kvs| kvs.len()).expect_err("rows cannot be read");
     assert_eq!((status.code(), status.message()), (Code::DataLoss, "etcdserver: corrupt cluster"));
     eventually("the alarm", async || {
@@ -315,7 +311,6 @@ async fn damage_that_a_read_finds_raises_the_alarm() {
         if alarms.iter().any(|alarm| alarm.alarm() == AlarmType::Corrupt) { Ok(()) } else { Err(alarms) }
     })
     .await;
-    let put = PutRequest { key: "k".into(), ..Default::default() };
-    let status = client.kv.put(put).await.expect_err("writes are refused");
+    let status = client.kv.put(put("k", "")).await.expect_err("writes are refused");
     assert_eq!((status.code(), status.message()), (Code::DataLoss, "etcdserver: corrupt cluster"));
 }

@@ -3,7 +3,6 @@
 use std::io::Read as _;
 
 use flate2::read::GzDecoder;
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use prost::Message;
 use serde_json::Value;
 
@@ -100,8 +99,7 @@ async fn cpu_profile_shows_the_functions_of_requests(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let puts = async {
         loop {
-            let put = PutRequest { key: "k".into(), value: vec![b'v'; 64 << 10].into(), ..Default::default() };
-            client.kv.put(put).await.expect("a put");
+            client.put("k", vec![b'v'; 64 << 10]).await;
         }
     };
     let endpoint = server.endpoint();

@@ -8,7 +8,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, StatusRequest};
 use rustix::process::Signal;
 
 use crate::{
@@ -265,7 +265,7 @@ async fn http_can_have_addresses_of_its_own(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let http_url = started(&server, "listen-client-http-urls");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "k".into(), value: "v".into(), ..Default::default() }).await.expect("a put");
+    client.put("k", "v").await;
     for path in ["/health", "/metrics", "/version"] {
         assert_eq!(http_get(&http_url, path).await.status, 200, "{path}");
         assert_eq!(http_get(server.endpoint(), path).await.status, 404, "{path}");
@@ -331,7 +331,7 @@ async fn commits_need_no_sync_if_that_is_asked_for(backend: Backend) {
     preload.set(Field::SyncErrno, EIO);
     preload.set(Field::SyncFiles, WAL);
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    client.put("k", "").await;
     assert!(server.log().contains("unsafe-no-fsync: commits are not synced"), "{}", server.log());
 }
 

@@ -14,7 +14,7 @@ use std::{
 
 use orlop_core::{
     auth::Caller,
-    log::History as _,
+    log::ReadLog as _,
     store::{
         Settings, Store,
         request::{CompactionWait, DeleteRequest, LeaseKeys, Op, PutLease, PutValue, TxnRequest as StoreTxn},
@@ -22,11 +22,11 @@ use orlop_core::{
     types::{KeyRange, LeaseId, Revision},
 };
 use orlop_sql::SqliteLog;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
+use orlop_wire::proto::client::etcdserverpb::{RequestOp, TxnRequest, request_op::Request};
 use sqlx::{Connection as _, PgConnection, SqliteConnection};
 use tonic::Code;
 
-use crate::support::{Backend, Client, Random, Server, all, eventually, on_both_backends, wait_for_writes};
+use crate::support::{Backend, Client, Random, Server, all, eventually, on_both_backends, put, wait_for_writes};
 
 const CLIENTS: usize = 24;
 /// Number of acknowledged writes per round before the server is stopped.
@@ -103,8 +103,7 @@ async fn write(mut client: Client, name: String, written: Arc<AtomicUsize>, stop
         } else {
             vec![format!("one/{name}/{number}")]
         };
-        let put =
-            |key: &String| PutRequest { key: key.clone().into(), value: vec![b'v'; 300].into(), ..Default::default() };
+        let put = |key: &String| put(key, [b'v'; 300]);
         let header = if pair {
             let success = keys.iter().map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) }).collect();
             client.kv.txn(TxnRequest { success, ..Default::default() }).await.map(|answer| answer.into_inner().header)

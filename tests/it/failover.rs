@@ -10,7 +10,7 @@ mod standby;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest, SnapshotRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, SnapshotRequest};
 use tokio::time::{Instant, sleep};
 use tonic::Code;
 
@@ -18,7 +18,7 @@ use crate::{
     foreign::{has_pooler, pooler},
     support::{
         self, Client, Cluster, Link, NetworkState, Postgres, Random, Replication, Server, database_name, env_number,
-        eventually,
+        eventually, get, put,
     },
     torture::{judge, report::Report, workload::Workload},
 };
@@ -238,9 +238,8 @@ impl Setting {
         self.cluster.primary().link.set_network(NetworkState::Normal);
         self.load.wait_for_all_clients(&format!("{event:?} with the former primary back")).await;
         let newcomer = Server::orlop_on(&self.endpoint, &["--name", "newcomer"]).await;
-        let put = PutRequest { key: "newcomer".into(), value: "1".into(), ..Default::default() };
         eventually("a write by a new instance", async || {
-            Client::connect(newcomer.endpoint()).await.kv.put(put.clone()).await
+            Client::connect(newcomer.endpoint()).await.kv.put(put("newcomer", "1")).await
         })
         .await;
         assert_eq!(self.head(former), before, "the former primary receives no rows");
@@ -350,8 +349,7 @@ async fn lose_a_write(lost: Lost, fate: Fate) {
     };
     let mut server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let put = |value: &str| PutRequest { key: "k".into(), value: value.to_owned().into(), ..Default::default() };
-    client.kv.put(put("kept")).await.expect("a put");
+    client.put("k", "kept").await;
     let database = database_name(&endpoint);
     let head = format!("SELECT max(id) FROM {database}.kv_log");
     for node in &cluster.nodes()[1..] {
@@ -364,7 +362,7 @@ async fn lose_a_write(lost: Lost, fate: Fate) {
     cluster.primary().replication.set_network(NetworkState::Silent);
     let message = match lost {
         Lost::Put => {
-            client.kv.put(put("lost")).await.expect("a put");
+            client.put("k", "lost").await;
             "this instance had revision 3, the database ends at revision 2"
         }
         Lost::Lease => {
@@ -383,7 +381,7 @@ async fn lose_a_write(lost: Lost, fate: Fate) {
 
     server.restart().await;
     let mut client = Client::connect(server.endpoint()).await;
-    let found = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    let found = client.kv.range(get("k")).await.expect("a range");
     assert_eq!(&found.into_inner().kvs[0].value[..], b"kept");
 }
 
@@ -396,8 +394,7 @@ async fn snapshot_ends_when_its_primary_is_replaced() {
     let mut random = Random::new(seed());
     for number in 0..300 {
         let value: Vec<u8> = (0..12_500).flat_map(|_| random.next().to_be_bytes()).collect();
-        let put = PutRequest { key: number.to_string().into(), value: value.into(), ..Default::default() };
-        client.kv.put(put).await.expect("a put");
+        client.put(number.to_string(), value).await;
     }
     let mut snapshot = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a stream").into_inner();
     assert!(snapshot.message().await.expect("a part").is_some());
@@ -411,6 +408,7 @@ async fn snapshot_ends_when_its_primary_is_replaced() {
     let ended = tokio::time::timeout(RECOVERY_TIME_MAX / 2, rest).await.expect("the snapshot ends");
     let error = ended.expect("no panic").expect_err("its primary is gone");
     assert_eq!(error.code(), Code::Internal, "{error:?}");
+    assert!(error.message().starts_with("orlop: a snapshot cannot be taken: "), "{error:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -423,8 +421,7 @@ async fn server_of_another_cluster_is_refused() {
     let endpoint = address.endpoint(&endpoint);
     let server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let put = PutRequest { key: "k".into(), value: "1".into(), ..Default::default() };
-    client.kv.put(put.clone()).await.expect("a put");
+    client.put("k", "1").await;
 
     address.set_target(other.port());
     address.reset();
@@ -435,7 +432,7 @@ async fn server_of_another_cluster_is_refused() {
     .await;
     address.set_target(postgres.port());
     address.reset();
-    eventually("a write after the address is right again", async || client.clone().kv.put(put.clone()).await).await;
+    eventually("a write after the address is right again", async || client.clone().kv.put(put("k", "1")).await).await;
 }
 
 /// A commit waits for a standby on the server; the client must not take it for done.
@@ -444,22 +441,20 @@ async fn write_that_no_standby_has_is_not_acknowledged() {
     let Some(cluster) = Cluster::start(Replication::Synchronous).await else { return };
     let server = Server::orlop_on(&cluster.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let put = |key: &str| PutRequest { key: key.to_owned().into(), value: "1".into(), ..Default::default() };
-    client.kv.put(put("before")).await.expect("a put");
+    client.put("before", "1").await;
     let standbys = &cluster.nodes()[1..];
     standbys.iter().for_each(|node| node.postgres.crash());
     for (key, text) in [("first", "etcdserver: request timed out"), ("second", "etcdserver: no leader")] {
-        let refused = client.kv.put(put(key)).await.expect_err("no standby has it");
+        let refused = client.kv.put(put(key, "1")).await.expect_err("no standby has it");
         assert_eq!((refused.code(), refused.message()), (Code::Unavailable, text), "{key}");
     }
-    let range = |key: &str| RangeRequest { key: key.to_owned().into(), ..Default::default() };
-    let found = client.kv.range(range("before")).await.expect("a read does not wait for a standby");
+    let found = client.kv.range(get("before")).await.expect("a read does not wait for a standby");
     assert_eq!(found.into_inner().count, 1);
 
     standbys[0].postgres.start_again().await;
-    eventually("a write after a standby is back", async || client.clone().kv.put(put("after")).await).await;
+    eventually("a write after a standby is back", async || client.clone().kv.put(put("after", "1")).await).await;
     for (key, count) in [("first", 1), ("second", 0), ("after", 1)] {
-        let found = client.kv.range(range(key)).await.expect("a range");
+        let found = client.kv.range(get(key)).await.expect("a range");
         assert_eq!(found.into_inner().count, count, "{key}");
     }
 }

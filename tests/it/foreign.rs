@@ -7,14 +7,16 @@ use std::{
     process::{Command, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{DefragmentRequest, PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::DefragmentRequest;
 use rustix::process::Signal;
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, sqlite::SqliteConnectOptions};
 use tonic::Code;
 
 use crate::{
     start::run,
-    support::{Client, Lines, Place, Postgres, Server, Started, database_name, ended, orlop, send_signal, skip, user},
+    support::{
+        Client, Lines, Place, Postgres, Server, Started, database_name, ended, get, orlop, send_signal, skip, user,
+    },
 };
 
 /// Starts orlop with the arguments. The start must fail; returns its error output.
@@ -200,7 +202,7 @@ async fn role_that_does_not_own_the_tables_is_warned_and_told_the_remedy() {
     server.restart().await;
     check_contains(&server.log(), &["the role does not own the tables of Orlop", &restorer, "REASSIGN OWNED"]);
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "a".into(), ..Default::default() }).await.expect("a put");
+    client.put("a", "").await;
     let refused = client.maintenance.defragment(DefragmentRequest {}).await.expect_err("it may not");
     let text = format!("the role {role} may not vacuum the table");
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
@@ -259,10 +261,9 @@ async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
     let server = Server::orlop_on(&pooled, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     for value in ["1", "2"] {
-        let put = PutRequest { key: "k".into(), value: value.into(), ..Default::default() };
-        client.kv.put(put).await.expect("a put");
+        client.put("k", value).await;
     }
-    let found = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    let found = client.kv.range(get("k")).await.expect("a range");
     assert_eq!(&found.into_inner().kvs[0].value[..], b"2");
 }
 

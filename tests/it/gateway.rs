@@ -10,10 +10,9 @@ use tokio::{
     time::timeout,
 };
 
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
-
 use crate::support::{
-    Answer, Authority, Backend, Certificate, Client, DEADLINE, Server, http, http_with, on_both_backends, skip, text,
+    Answer, Authority, Backend, Certificate, Client, DEADLINE, Server, http, http_with, on_both_backends, put, skip,
+    text,
 };
 
 /// The calls are made in this order.
@@ -213,7 +212,7 @@ async fn origins_and_hosts_are_limited_as_by_etcd(backend: Backend) {
         }
     }
     let mut client = Client::connect(orlop.endpoint()).await;
-    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("gRPC is not limited");
+    client.kv.put(put("k", "")).await.expect("gRPC is not limited");
 }
 
 /// With status 200 alone, a client would take the end of its watch for a regular one.

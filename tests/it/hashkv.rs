@@ -6,15 +6,9 @@ use orlop_wire::proto::client::etcdserverpb::{
 };
 use tonic::Code;
 
-use crate::support::{Backend, Client, Etcd, Postgres, Random, Server, eventually, on_both_backends, orlop, run};
-
-fn put(key: &str, value: String, lease: i64) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: value.into(), lease, ..Default::default() }
-}
-
-fn delete(key: &str, end: &str) -> DeleteRangeRequest {
-    DeleteRangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
-}
+use crate::support::{
+    Backend, Client, Etcd, Postgres, Random, Server, delete, eventually, on_both_backends, orlop, put, run,
+};
 
 /// Returns the hash and the compact revision.
 async fn hash(client: &mut Client, revision: i64) -> Result<(u32, i64), (Code, String)> {
@@ -42,37 +36,22 @@ async fn run_operations(client: &mut Client, random: &mut Random, operations: us
         let key = random.pick(&KEYS);
         let header = match random.weighted(&[6, 3, 2]) {
             0 => {
-                client
-                    .kv
-                    .put(put(key, format!("value {number}"), random.pick(&[0, 0, 7])))
-                    .await
-                    .expect("a put")
-                    .into_inner()
-                    .header
+                let put = PutRequest { lease: random.pick(&[0, 0, 7]), ..put(key, format!("value {number}")) };
+                client.kv.put(put).await.expect("a put").into_inner().header
             }
             1 => {
-                client
-                    .kv
-                    .delete_range(delete(key, random.pick(&["", "", "c"])))
-                    .await
-                    .expect("a delete")
-                    .into_inner()
-                    .header
+                let delete = DeleteRangeRequest { range_end: random.pick(&["", "", "c"]).into(), ..delete(key) };
+                client.kv.delete_range(delete).await.expect("a delete").into_inner().header
             }
             _ => {
                 let requests = [
-                    Request::RequestPut(put("x", number.to_string(), 0)),
-                    Request::RequestDeleteRange(delete(key, "")),
-                    Request::RequestPut(put("y", String::new(), 7)),
+                    Request::RequestPut(put("x", number.to_string())),
+                    Request::RequestDeleteRange(delete(key)),
+                    Request::RequestPut(PutRequest { lease: 7, ..put("y", "") }),
                 ];
                 let success = requests.map(|request| RequestOp { request: Some(request) }).to_vec();
-                client
-                    .kv
-                    .txn(TxnRequest { success, ..Default::default() })
-                    .await
-                    .expect("a transaction")
-                    .into_inner()
-                    .header
+                let txn = TxnRequest { success, ..Default::default() };
+                client.kv.txn(txn).await.expect("a transaction").into_inner().header
             }
         };
         head = header.expect("a header").revision;
@@ -84,10 +63,10 @@ async fn run_operations(client: &mut Client, random: &mut Random, operations: us
 async fn worked_example_has_the_hash_of_etcd(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("k", "1".to_owned(), 0)).await.expect("a put");
-    client.kv.delete_range(delete("k", "")).await.expect("a delete");
+    client.put("k", "1").await;
+    client.kv.delete_range(delete("k")).await.expect("a delete");
     for value in ["1", "2"] {
-        client.kv.put(put("z", value.to_owned(), 0)).await.expect("a put");
+        client.put("z", value).await;
     }
     for revision in [3, 4] {
         compact(&mut client, revision).await;
@@ -168,9 +147,9 @@ async fn hash_without_keys_equals_that_of_etcd(backend: Backend) {
         let mut client = Client::connect(server.endpoint()).await;
         let mut found = Vec::new();
         for key in ["a", "b", "c"] {
-            let header = client.kv.put(put(key, "1".to_owned(), 0)).await.expect("a put").into_inner().header;
-            compact(&mut client, header.expect("a header").revision).await;
-            client.kv.delete_range(delete(key, "")).await.expect("a delete");
+            let revision = client.put(key, "1").await;
+            compact(&mut client, revision).await;
+            client.kv.delete_range(delete(key)).await.expect("a delete");
             found.push(hash(&mut client, 0).await);
         }
         hashes.push(found);
@@ -198,6 +177,32 @@ async fn instances_have_equal_hashes() {
         })
         .await;
     }
+}
+
+/// Only the instance that compacts has read what the compaction removes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instances_have_equal_hashes_at_the_compact_revision() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let one = Server::orlop_on(&datastore, &["--name", "one"]).await;
+    let two = Server::orlop_on(&datastore, &["--name", "two"]).await;
+    for server in [&one, &two] {
+        eventually("an instance knows the other", async || match server.metric("orlop_instances").await {
+            2.0 => Ok(()),
+            known => Err(known),
+        })
+        .await;
+    }
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    for number in 0..20 {
+        a.put("k", number.to_string()).await;
+    }
+    // An empty store has revision 1.
+    let revision = 21;
+    compact(&mut a, revision).await;
+    let found = hash(&mut a, revision).await;
+    assert!(found.is_ok(), "{found:?}");
+    assert_eq!(hash(&mut b, revision).await, found);
 }
 
 on_both_backends!(

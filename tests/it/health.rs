@@ -6,7 +6,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, StatusRequest};
 
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection,
@@ -19,7 +19,7 @@ use tokio::{
 
 use crate::{
     support::{
-        Backend, Client, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends,
+        Backend, Client, Place, Postgres, Server, eventually, free_port, home, http, http_get, on_both_backends, put,
     },
     torture::preload::{EIO, Field, Preload, WAL},
 };
@@ -166,9 +166,8 @@ async fn no_outage_is_shown(server: &Server) {
 
 /// Writes without pause, also while writes fail.
 async fn write_forever(mut client: Client) {
-    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
     loop {
-        let _ = client.kv.put(put.clone()).await;
+        let _ = client.kv.put(put("k", "v")).await;
     }
 }
 
@@ -244,10 +243,9 @@ async fn hung_database_does_not_trigger_the_watchdog() {
     let paused = postgres.pause();
     let began = Instant::now();
     let mut refused = 0;
-    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
     // At least one request is always waiting.
     while began.elapsed() < outage {
-        refused += usize::from(client.clone().kv.put(put.clone()).await.is_err());
+        refused += usize::from(client.clone().kv.put(put("k", "v")).await.is_err());
         let live = http_get(server.endpoint(), "/livez?verbose").await;
         assert_eq!((live.status, live.body.as_str()), (200, "[+]serializable_read ok\nok\n"), "{}", server.log_tail());
     }
@@ -289,8 +287,7 @@ async fn hung_disk_triggers_the_watchdog() {
     let server = Server::orlop_at(None, &[], place).await;
     let mut client = Client::connect(server.endpoint()).await;
     preload.set(Field::SyncDelayMs, 85_000);
-    let put = PutRequest { key: "k".into(), value: "v".into(), ..Default::default() };
-    let written = tokio::spawn(async move { client.kv.put(put).await });
+    let written = tokio::spawn(async move { client.kv.put(put("k", "v")).await });
     eventually("a sync that hangs", async || match preload.get(Field::SyncsDelayed) {
         0 => Err("no sync"),
         _ => Ok(()),

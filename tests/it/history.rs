@@ -14,9 +14,7 @@ use std::time::{Duration, Instant};
 
 use orlop_core::clock;
 use orlop_wire::proto::client::{
-    etcdserverpb::{
-        CompactionRequest, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request,
-    },
+    etcdserverpb::{CompactionRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request},
     mvccpb::KeyValue,
     orlopb::{
         HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest, HistoryStateRequest, HistoryStateResponse,
@@ -28,7 +26,7 @@ use tonic::{Code, Status};
 use self::model::{Model, ModelChange};
 use crate::{
     check::Place,
-    support::{Backend, Client, DEADLINE, Postgres, Random, Server, eventually, on_both_backends},
+    support::{self, Backend, Client, DEADLINE, Postgres, Random, Server, delete, eventually, get, on_both_backends},
 };
 
 const KEYS: [&str; 7] = ["a", "a/1", "a/2", "a/\u{ff}", "b", "b/1", "c"];
@@ -80,9 +78,7 @@ fn changes_of(range: (&[u8], &[u8]), from_revision: i64, to_revision: i64) -> Hi
 }
 
 async fn put(client: &mut Client, model: &mut Model, key: &str, value: &str) {
-    let request = PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() };
-    let answer = client.kv.put(request).await.expect("a put").into_inner();
-    assert_eq!(answer.header.expect("a header").revision, model.write(&[(key, Some(value))]));
+    assert_eq!(client.put(key, value).await, model.write(&[(key, Some(value))]));
 }
 
 async fn compact(client: &mut Client, revision: i64) {
@@ -102,11 +98,10 @@ async fn write(client: &mut Client, model: &mut Model, random: &mut Random) {
     for key in KEYS.iter().cycle().skip(first).take(if kind == 1 { 1 } else { 3 }) {
         let op = if kind == 2 && random.chance(60) {
             writes.push((key, Some(&value)));
-            let (key, value) = ((*key).into(), value.clone().into());
-            Request::RequestPut(PutRequest { key, value, ..Default::default() })
+            Request::RequestPut(support::put(key, &value))
         } else {
             writes.push((key, None));
-            Request::RequestDeleteRange(DeleteRangeRequest { key: (*key).into(), ..Default::default() })
+            Request::RequestDeleteRange(delete(key))
         };
         success.push(RequestOp { request: Some(op) });
     }
@@ -162,7 +157,7 @@ async fn past_equals_a_model_over_compactions_and_restarts(backend: Backend) {
             compare(&mut client, &model, 1, &mut random).await;
         }
         // For etcd's API the revision is compacted.
-        let get = RangeRequest { key: "a".into(), revision: revision - 1, ..Default::default() };
+        let get = RangeRequest { revision: revision - 1, ..get("a") };
         assert_eq!(client.kv.range(get).await.expect_err("a compacted revision").code(), Code::OutOfRange);
     }
     let state = state(&mut client).await;
@@ -383,15 +378,11 @@ async fn long_pasts_are_read_in_pages(backend: Backend) {
             let value = (round != 11).then_some("value");
             let writes: Vec<(&str, Option<&str>)> = keys.iter().map(|key| (key.as_str(), value)).collect();
             let success = keys.iter().map(|key| {
-                let key = key.clone().into();
-                RequestOp {
-                    request: Some(match value {
-                        Some(value) => {
-                            Request::RequestPut(PutRequest { key, value: value.into(), ..Default::default() })
-                        }
-                        None => Request::RequestDeleteRange(DeleteRangeRequest { key, ..Default::default() }),
-                    }),
-                }
+                let request = match value {
+                    Some(value) => Request::RequestPut(support::put(key, value)),
+                    None => Request::RequestDeleteRange(delete(key)),
+                };
+                RequestOp { request: Some(request) }
             });
             client
                 .kv

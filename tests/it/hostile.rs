@@ -23,8 +23,8 @@ use std::{
 
 use bytes::Bytes;
 use orlop_wire::proto::client::etcdserverpb::{
-    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RangeResponse,
-    RequestOp, SnapshotRequest, TxnRequest, WatchCreateRequest, WatchRequest,
+    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, RangeResponse, RequestOp, SnapshotRequest,
+    TxnRequest, WatchCreateRequest, WatchRequest,
     compare::{CompareResult, TargetUnion},
     request_op::Request,
     watch_request::RequestUnion,
@@ -49,7 +49,8 @@ use self::{
     },
 };
 use crate::support::{
-    Authority, Backend, DEADLINE, Server, Stream, all, eventually, everything, free_port, on_both_backends, skip,
+    Authority, Backend, DEADLINE, Server, Stream, all, eventually, everything, free_port, get, on_both_backends, put,
+    skip,
 };
 
 const RANGE: &str = "/etcdserverpb.KV/Range";
@@ -62,10 +63,6 @@ const SNAPSHOT: &str = "/etcdserverpb.Maintenance/Snapshot";
 /// Maximum time between two successful lists of all keys; shorter than the timeout of a list that waits for memory.
 const LISTS_PAUSE_MAX: Duration = Duration::from_secs(5);
 
-fn put(key: &str, bytes: usize) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: vec![b'v'; bytes].into(), ..Default::default() }
-}
-
 /// Puts `keys` keys with values of `bytes` bytes each.
 async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
     let mut clients = JoinSet::new();
@@ -73,7 +70,7 @@ async fn fill(arena: &mut Arena, keys: usize, bytes: usize) {
         let mut kv = arena.client().await.kv;
         clients.spawn(async move {
             for number in (client..keys).step_by(8) {
-                kv.put(put(&format!("k{number:06}"), bytes)).await.expect("a put");
+                kv.put(put(format!("k{number:06}"), vec![b'v'; bytes])).await.expect("a put");
             }
         });
     }
@@ -157,7 +154,7 @@ async fn unfinished_handshakes_do_not_block_new_connections() {
 /// Some clients send an endpoint with its scheme, or the path of a socket, as `:authority`.
 async fn authority_need_not_be_valid_in_a_uri(backend: Backend) {
     let Some(server) = Server::under_test(backend).await else { return };
-    let request = RangeRequest { key: "k".into(), ..Default::default() }.encode_to_vec();
+    let request = get("k").encode_to_vec();
     for authority in ["x", "http://127.0.0.1:2379", "/run/orlop.sock", "run%2Forlop.sock", "<>"] {
         let mut wire = Wire::open(server.endpoint()).await;
         for stream in [1, 3] {
@@ -272,7 +269,7 @@ async fn unfinished_messages_use_bounded_memory(backend: Backend) {
 async fn too_long_messages_are_refused(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
     let mut client = arena.client().await;
-    let long = put("k", 100 << 20);
+    let long = put("k", vec![b'v'; 100 << 20]);
     for _ in 0..3 {
         let refused = client.kv.put(long.clone()).await.expect_err("100 MiB are too much");
         assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
@@ -310,7 +307,7 @@ async fn unread_watches_use_bounded_memory(backend: Backend) {
     held.push(wire);
     let mut writer = arena.client().await.kv;
     for _ in 0..sized(200, 1_000) {
-        timeout(DEADLINE, writer.put(put("k", 100_000))).await.expect("in time").expect("a put");
+        timeout(DEADLINE, writer.put(put("k", vec![b'v'; 100_000]))).await.expect("in time").expect("a put");
     }
     arena.survives("watch streams, never read", sized(1_000, 1_600) as u64, held).await;
 }
@@ -323,7 +320,7 @@ async fn ten_thousand_watches_on_a_stream_are_served(backend: Backend) {
         let key = format!("k{number}");
         stream.create(WatchCreateRequest { key: key.into(), ..Default::default() }).await;
     }
-    client.kv.put(put("k777", 10)).await.expect("a put");
+    client.put("k777", "v").await;
     assert_eq!(stream.next().await.events.len(), 1);
     arena.survives("10,000 watches on a stream", 300, (stream, client)).await;
 }
@@ -375,7 +372,7 @@ async fn unread_responses_use_bounded_memory(backend: Backend) {
     };
     let never_put = TxnRequest {
         compare: vec![never],
-        success: vec![op(Request::RequestPut(put("k", 1)))],
+        success: vec![op(Request::RequestPut(put("k", "v")))],
         failure: vec![op(Request::RequestRange(all()))],
     };
     let (mut writer, mut held) = (arena.client().await.kv, Vec::new());
@@ -387,7 +384,7 @@ async fn unread_responses_use_bounded_memory(backend: Backend) {
         for stream in [5, 7] {
             assert!(wire.call(stream, TXN, &never_put.encode_to_vec(), END_STREAM).await);
             // Transactions of one batch would share the values. It is refused while memory is short.
-            drop(writer.put(put("between", 1)).await);
+            drop(writer.put(put("between", "v")).await);
         }
         held.push(wire);
     }
@@ -406,7 +403,7 @@ async fn messages_with_too_many_parts_are_refused(backend: Backend) {
         |at: usize| DeleteRangeRequest { key: number(at).into(), range_end: number(at + 1).into(), prev_kv: false };
     let many: Vec<RequestOp> = (0..45_000)
         .flat_map(|at| {
-            let put = PutRequest { key: format!("p{at}").into(), ..Default::default() };
+            let put = put(format!("p{at}"), "");
             [op(Request::RequestDeleteRange(delete(100_000 + 2 * at))), op(Request::RequestPut(put))]
         })
         .collect();

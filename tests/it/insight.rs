@@ -3,7 +3,7 @@
 use std::{path::Path, time::Instant};
 
 use orlop_wire::proto::client::{
-    etcdserverpb::{LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, WatchCreateRequest},
+    etcdserverpb::{LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, WatchCreateRequest},
     orlopb::{
         ChildrenRequest, ExpiringLeasesRequest, MembersRequest, SizesRequest, SlowRequestsRequest, WatchersRequest,
         WatchersResponse,
@@ -13,9 +13,12 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tonic::Code;
 
-use crate::support::{
-    Backend, Client, DEADLINE, Server, Stream, eventually, everything, free_port, on_both_backends, orlop,
-    orlop_program, run, send_signal,
+use crate::{
+    auth::{CHEAP, enable},
+    support::{
+        Backend, Client, DEADLINE, Server, Stream, eventually, everything, free_port, get, on_both_backends, orlop,
+        orlop_program, put, run, send_signal,
+    },
 };
 
 /// Runs `orlop top`, which must succeed, and returns its output. Repeats it if the server does not answer within the 5 s
@@ -38,12 +41,6 @@ fn json(endpoint: &str) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-async fn put(client: &mut Client, key: &str, bytes: usize, lease: i64) {
-    let value = vec![7; bytes].into();
-    let request = PutRequest { key: key.to_owned().into(), value, lease, ..Default::default() };
-    client.kv.put(request).await.expect("a put");
-}
-
 async fn sizes_are_those_of_the_newest_pairs(backend: Backend) {
     // Without a cache, the lengths come from the database.
     for cache in ["0", "16MiB"] {
@@ -51,12 +48,11 @@ async fn sizes_are_those_of_the_newest_pairs(backend: Backend) {
         let Some(server) = Server::orlop_with(backend, &flags).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
         for (key, bytes) in [("/r/a/1", 9), ("/r/a/1", 100), ("/r/a/2", 50), ("/r/b/x/1", 1_000), ("/r/c", 0)] {
-            put(&mut client, key, bytes, 0).await;
+            client.put(key, vec![7; bytes]).await;
         }
         // Rows of one transaction are in two tables.
         let ops = ["/r/d/1", "/r/d/2", "/r/d/3"].map(|key| {
-            let put = PutRequest { key: key.into(), value: vec![7; 20].into(), ..Default::default() };
-            let request = orlop_wire::proto::client::etcdserverpb::request_op::Request::RequestPut(put);
+            let request = orlop_wire::proto::client::etcdserverpb::request_op::Request::RequestPut(put(key, [7; 20]));
             orlop_wire::proto::client::etcdserverpb::RequestOp { request: Some(request) }
         });
         let txn = orlop_wire::proto::client::etcdserverpb::TxnRequest { success: ops.into(), ..Default::default() };
@@ -81,7 +77,7 @@ async fn sizes_are_those_of_the_newest_pairs(backend: Backend) {
             assert_eq!(first, largest.map(|name| (name, false)));
         }
         // The result is reused.
-        put(&mut client, "/r/a/3", 1, 0).await;
+        client.put("/r/a/3", [7]).await;
         let again = SizesRequest { prefix: "/r/a/".into(), ..Default::default() };
         let again = client.insight.sizes(again).await.expect("sizes").into_inner();
         assert_eq!((again.total.expect("sizes").keys, again.children_total), (2, 2));
@@ -98,7 +94,7 @@ async fn long_names_are_in_short_pages(backend: Backend) {
     let keys =
         ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m"].map(|letter| letter.repeat(NAME_BYTES));
     for key in &keys {
-        put(&mut client, key, 1, 0).await;
+        client.put(key, [7]).await;
     }
     let (mut names, mut more) = (Vec::new(), true);
     while more {
@@ -137,7 +133,7 @@ async fn watchers_are_counted_by_range_and_slow_ones_come_first(backend: Backend
     assert_eq!(ranges(&found)[0], (b"b/".to_vec(), b"b0".to_vec(), 2));
     // The client does not read, so first its connection, then its outbox of 8 MiB is full.
     for _ in 0..40 {
-        put(&mut client, "k", 1 << 20, 0).await;
+        client.put("k", vec![7; 1 << 20]).await;
     }
     eventually("a watcher is catching up", async || {
         let found = watchers(&client).await;
@@ -166,9 +162,9 @@ async fn slow_requests_are_kept_with_their_phases(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--warning-unary-request-duration", "1ns"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..300 {
-        put(&mut client, &format!("k{number}"), 10, 0).await;
+        client.put(format!("k{number}"), [7; 10]).await;
     }
-    client.kv.range(RangeRequest { key: "missing".into(), ..Default::default() }).await.expect("a range");
+    client.kv.range(get("missing")).await.expect("a range");
     let found = client.insight.slow_requests(SlowRequestsRequest {}).await.expect("requests").into_inner();
     assert_eq!((found.requests.len(), found.total, found.threshold_us), (256, 301, 0));
     let (range, put) = (&found.requests[0], &found.requests[1]);
@@ -194,8 +190,9 @@ async fn leases_that_expire_next_come_first(backend: Backend) {
     for (id, ttl) in [(1, 1_000), (2, 100), (3, 500)] {
         client.lease.lease_grant(LeaseGrantRequest { id, ttl }).await.expect("a lease");
     }
-    put(&mut client, "a", 1, 3).await;
-    put(&mut client, "b", 1, 3).await;
+    for key in ["a", "b"] {
+        client.kv.put(PutRequest { lease: 3, ..put(key, [7]) }).await.expect("a put");
+    }
     let request = ExpiringLeasesRequest { limit: 2 };
     let found = client.insight.expiring_leases(request).await.expect("leases").into_inner();
     let leases: Vec<_> = found.leases.iter().map(|lease| (lease.id, lease.ttl_secs, lease.keys)).collect();
@@ -247,20 +244,20 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..20 {
-        put(&mut client, &format!("/r/a/{number:02}"), 100, 0).await;
+        client.put(format!("/r/a/{number:02}"), [7; 100]).await;
     }
-    put(&mut client, "/r/evil\u{1b}[2J", 5_000, 0).await;
+    client.put("/r/evil\u{1b}[2J", vec![7; 5_000]).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 123 }).await.expect("a lease");
     // More slow requests than are kept.
     for _ in 0..256 {
-        put(&mut client, "/r/a/00", 100, 0).await;
+        client.put("/r/a/00", [7; 100]).await;
     }
     let mut stream = Stream::open(&mut client).await;
     stream.create(WatchCreateRequest { key: "/r/".into(), range_end: "/r0".into(), ..Default::default() }).await;
     let mut writer = client.clone();
     let load = tokio::spawn(async move {
         loop {
-            put(&mut writer, "/r/a/00", 100, 0).await;
+            writer.put("/r/a/00", [7; 100]).await;
         }
     });
     let text = top(&["--once", "--interval", "300ms", "--endpoints", server.endpoint()]);
@@ -311,12 +308,12 @@ async fn top_of_etcd_lacks_what_etcd_does_not_report() {
     let Some(etcd) = Server::etcd().await else { return };
     let mut client = Client::connect(etcd.endpoint()).await;
     for key in ["/r/a/1", "/r/a/2", "/r/b"] {
-        put(&mut client, key, 10, 0).await;
+        client.put(key, [7; 10]).await;
     }
     let mut writer = client.clone();
     let load = tokio::spawn(async move {
         loop {
-            put(&mut writer, "/r/b", 10, 0).await;
+            writer.put("/r/b", [7; 10]).await;
         }
     });
     let (text, figures) = (top(&["--endpoints", etcd.endpoint()]), json(etcd.endpoint()));
@@ -331,6 +328,16 @@ async fn top_of_etcd_lacks_what_etcd_does_not_report() {
         (&child["name"]["text"], &child["sizes"]["keys"], &child["sizes"]["valueBytes"]),
         (&"/r/a/".into(), &2.into(), &Value::Null)
     );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn top_logs_in_again_after_its_token_has_expired() {
+    let flags = [&CHEAP[..], &["--auth-token-ttl", "3"]].concat();
+    let server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is always there");
+    enable(&mut Client::connect(server.endpoint()).await).await;
+    // The token is not used between the two reads.
+    let text = top(&["--interval", "5s", "--user", "user:user's password", "--endpoints", server.endpoint()]);
+    assert!(text.contains("revision "), "{text}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use sqlx::{Connection as _, PgConnection, postgres::PgListener};
 use tokio::task::JoinSet;
 use tonic::Code;
 
-use crate::support::{Client, Postgres, Server, Stream, all, eventually, everything};
+use crate::support::{Client, Postgres, Server, Stream, all, delete, eventually, everything, get, put, range};
 
 /// Instances of one store, named a, b, c.
 async fn instances<const N: usize>() -> Option<[(Server, Client); N]> {
@@ -26,20 +26,6 @@ async fn instances<const N: usize>() -> Option<[(Server, Client); N]> {
         all.push((server, client));
     }
     all.try_into().ok()
-}
-
-fn put(key: &str, value: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() }
-}
-
-fn get(key: &str) -> RangeRequest {
-    RangeRequest { key: key.to_owned().into(), ..Default::default() }
-}
-
-/// Returns the revision of the put.
-async fn put_at(client: &mut Client, request: PutRequest) -> i64 {
-    let answer = client.kv.put(request).await.expect("the server takes a put").into_inner();
-    answer.header.expect("an answer has a header").revision
 }
 
 /// Returns the key's value at the revision of the request.
@@ -64,7 +50,7 @@ fn swap(key: &str, old: &str, new: &str) -> TxnRequest {
     }
 }
 
-async fn keep_alive(client: &mut Client, id: i64) -> i64 {
+pub async fn keep_alive(client: &mut Client, id: i64) -> i64 {
     let request = tokio_stream::iter([LeaseKeepAliveRequest { id }]);
     let mut answers = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
     answers.message().await.expect("an answer").expect("an answer").ttl
@@ -75,7 +61,7 @@ async fn each_instance_reads_what_another_acknowledged() {
     let Some([(_one, mut a), (_two, mut b), (_three, mut c)]) = instances().await else { return };
     for round in 0..60 {
         let value = format!("value {round}");
-        let revision = put_at(&mut a, put("k", &value)).await;
+        let revision = a.put("k", &value).await;
         assert_eq!(value_at(&mut b, get("k")).await.as_ref(), Some(&value), "a range");
         let read = TxnRequest { success: swap("k", "", "").failure, ..Default::default() };
         let answer = c.kv.txn(read).await.expect("a transaction").into_inner();
@@ -85,7 +71,7 @@ async fn each_instance_reads_what_another_acknowledged() {
         let again = a.kv.txn(swap("k", &value, "again")).await.expect("a transaction").into_inner();
         assert!(!again.succeeded, "a compare that fails and writes nothing");
         assert!(again.header.expect("a header").revision > revision);
-        let delete = DeleteRangeRequest { key: "k".into(), prev_kv: true, ..Default::default() };
+        let delete = DeleteRangeRequest { prev_kv: true, ..delete("k") };
         let deleted = c.kv.delete_range(delete.clone()).await.expect("a delete").into_inner();
         assert_eq!(&deleted.prev_kvs[0].value[..], b"swapped");
         let nothing = a.kv.delete_range(delete).await.expect("a delete").into_inner();
@@ -101,7 +87,7 @@ async fn watches_get_events_of_all_instances_before_progress() {
     stream.create(everything(0)).await;
     let mut seen = Vec::new();
     for round in 0..100 {
-        let revision = put_at(&mut a, put("k", &round.to_string())).await;
+        let revision = a.put("k", round.to_string()).await;
         stream.ask(RequestUnion::ProgressRequest(WatchProgressRequest {}));
         loop {
             let answer = stream.next().await;
@@ -121,7 +107,7 @@ async fn watches_get_events_of_all_instances_before_progress() {
 async fn concurrent_increments_on_all_instances_are_counted_without_starvation() {
     let Some(all) = instances::<3>().await else { return };
     let mut first = all[0].1.clone();
-    put_at(&mut first, put("counter", "0")).await;
+    first.put("counter", "0").await;
     let mut tasks = Vec::new();
     for (_, client) in &all {
         for _ in 0..3 {
@@ -174,16 +160,16 @@ async fn writes_of_different_keys_do_not_conflict() {
                     prev_kv: true,
                 };
                 let (put, txn, delete) = tokio::join!(
-                    a.kv.put(PutRequest { prev_kv: true, ..put(&key("put"), &round.to_string()) }),
+                    a.kv.put(PutRequest { prev_kv: true, ..put(key("put"), round.to_string()) }),
                     b.kv.txn(swap(&key("swap"), &last, &round.to_string())),
                     async { if round % 10 == 9 { Some(c.kv.delete_range(delete).await) } else { None } },
                 );
                 let revision = put.expect("a put").into_inner().header.expect("a header").revision;
-                let at = RangeRequest { revision, ..get(&key("put")) };
+                let at = RangeRequest { revision, ..get(key("put")) };
                 assert_eq!(value_at(a, at).await, Some(round.to_string()), "at the revision of the response");
                 let txn = txn.expect("a transaction").into_inner();
                 if round < 10 {
-                    put_at(b, super::instances::put(&key("swap"), &round.to_string())).await;
+                    b.put(key("swap"), round.to_string()).await;
                 } else {
                     assert!(txn.succeeded, "{txn:?}");
                 }
@@ -204,8 +190,7 @@ async fn writes_of_different_keys_do_not_conflict() {
     assert!(moved > 0.0, "no append met another");
     let mut seen = Vec::new();
     for (_, [client, ..]) in &mut servers {
-        let all = RangeRequest { key: "0".into(), range_end: "4".into(), ..Default::default() };
-        seen.push(client.kv.range(all).await.expect("a range").into_inner().kvs);
+        seen.push(client.kv.range(range("0", "4")).await.expect("a range").into_inner().kvs);
     }
     assert!(seen.iter().all(|kvs| kvs == &seen[0] && kvs.len() >= 3 * 10), "{seen:?}");
 }
@@ -255,7 +240,7 @@ async fn leases_are_shared_by_all_instances() {
     a.lease.lease_grant(grant(7, 100)).await.expect("a grant");
     let twice = b.lease.lease_grant(grant(7, 100)).await.expect_err("the id is taken");
     assert_eq!(twice.code(), Code::FailedPrecondition);
-    put_at(&mut b, PutRequest { lease: 7, ..put("k", "1") }).await;
+    b.kv.put(PutRequest { lease: 7, ..put("k", "1") }).await.expect("a put");
     assert_eq!(keep_alive(&mut b, 7).await, 100);
     let query = LeaseTimeToLiveRequest { id: 7, keys: true };
     let seen = a.lease.lease_time_to_live(query).await.expect("a response").into_inner();
@@ -284,7 +269,7 @@ async fn leases_granted_concurrently_on_all_instances_exist() {
                 for round in 0..60 {
                     let id = 1 + instance * 10_000 + task * 100 + round;
                     client.lease.lease_grant(LeaseGrantRequest { ttl: 100, id }).await.expect("a grant");
-                    put_at(&mut client, PutRequest { lease: id, ..put(&id.to_string(), "") }).await;
+                    client.kv.put(PutRequest { lease: id, ..put(id.to_string(), "") }).await.expect("a put");
                     if round % 2 == 0 {
                         client.lease.lease_revoke(LeaseRevokeRequest { id }).await.expect("a revocation");
                     }
@@ -312,13 +297,13 @@ async fn append_notifies_only_if_another_instance_is_connected() {
     let channel: String =
         sqlx::query_scalar("SELECT orlop_channel()").fetch_one(&mut database).await.expect("the channel's name");
     listener.listen(&channel).await.expect("the channel can be listened to");
-    put_at(&mut a, put("k", "alone")).await;
+    a.put("k", "alone").await;
     let marker = sqlx::query("SELECT pg_notify($1, 'marker')").bind(&channel).execute(&mut database).await;
     marker.expect("a notification can be sent");
     assert_eq!(listener.recv().await.expect("the marker comes").payload(), "marker");
 
     let _two = Server::orlop_on(datastore, &["--name", "b"]).await;
-    let revision = put_at(&mut a, put("k", "beside another")).await;
+    let revision = a.put("k", "beside another").await;
     assert_eq!(listener.recv().await.expect("a notification").payload(), revision.to_string());
 }
 
@@ -333,7 +318,7 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
     // as dead, after 10 s.
     for (id, key, ttl) in [(1, "kept", KEPT_TTL), (2, "left", KEPT_TTL + 1)] {
         a.lease.lease_grant(LeaseGrantRequest { ttl, id }).await.expect("a grant");
-        put_at(&mut a, PutRequest { lease: id, ..put(key, "1") }).await;
+        a.kv.put(PutRequest { lease: id, ..put(key, "1") }).await.expect("a put");
     }
     one.pause();
     let mut keeper = b.clone();
@@ -350,12 +335,12 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
         }
     }
     assert_eq!(deleted, ["left"]);
-    let after = put_at(&mut b, put("left", "put again")).await;
+    let after = b.put("left", "put again").await;
 
     one.resume();
     assert_eq!(keep_alive(&mut a, 2).await, 0, "an expired lease cannot be renewed");
     assert_eq!(keep_alive(&mut a, 1).await, KEPT_TTL);
-    let end = put_at(&mut a, put("end", "")).await;
+    let end = a.put("end", "").await;
     assert_eq!(stream.read_until(end).await, (after..=end).collect::<Vec<_>>(), "there are no other events");
     assert_eq!(value_at(&mut a, get("left")).await.as_deref(), Some("put again"));
     assert!(!keeping.is_finished(), "the lease was renewed until now");
@@ -366,7 +351,7 @@ async fn lease_expires_once_while_an_instance_is_paused_and_stays_expired() {
 async fn compaction_applies_to_all_instances_and_cancels_older_watches() {
     let Some([(_one, mut a), (_two, mut b)]) = instances().await else { return };
     for round in 0..50 {
-        put_at(&mut a, put("k", &round.to_string())).await;
+        a.put("k", round.to_string()).await;
     }
     let compact = CompactionRequest { revision: 40, physical: true };
     a.kv.compact(compact).await.expect("a compaction");
@@ -400,8 +385,8 @@ async fn instance_killed_before_purging_does_not_revive_deleted_keys() {
 
 /// Returns false if the process was killed too late.
 async fn kill_between_compaction_and_deletion([(mut one, mut a), (two, mut b)]: [(Server, Client); 2]) -> bool {
-    put_at(&mut a, put("k", "1")).await;
-    let compacted = put_at(&mut a, put("k", "2")).await;
+    a.put("k", "1").await;
+    let compacted = a.put("k", "2").await;
     // The rows are deleted half a second after the compaction, so the kill usually comes before that.
     let compact = CompactionRequest { revision: compacted, physical: false };
     a.kv.compact(compact).await.expect("a compaction");
@@ -416,9 +401,8 @@ async fn kill_between_compaction_and_deletion([(mut one, mut a), (two, mut b)]: 
         return false;
     }
 
-    let delete = DeleteRangeRequest { key: "k".into(), ..Default::default() };
-    b.kv.delete_range(delete).await.expect("a delete");
-    let last = put_at(&mut b, put("other", "1")).await;
+    b.kv.delete_range(delete("k")).await.expect("a delete");
+    let last = b.put("other", "1").await;
     b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
     assert_eq!(rows().await, [last]);
 
@@ -434,7 +418,7 @@ async fn stale_writer_does_not_change_history() {
     let mut stream = Stream::open(&mut a).await;
     stream.create(everything(0)).await;
     for number in 0..20 {
-        put_at(&mut a, put(&format!("key {number}"), "before")).await;
+        a.put(format!("key {number}"), "before").await;
     }
     stream.read_until(21).await;
     let mut waiting = Vec::new();
@@ -461,10 +445,9 @@ async fn stale_writer_does_not_change_history() {
     })
     .await;
     for number in 0..20 {
-        let delete = DeleteRangeRequest { key: format!("key {number}").into(), ..Default::default() };
-        b.kv.delete_range(delete).await.expect("a delete");
+        b.kv.delete_range(delete(format!("key {number}"))).await.expect("a delete");
     }
-    let last = put_at(&mut b, put("last", "")).await;
+    let last = b.put("last", "").await;
     b.kv.compact(CompactionRequest { revision: last, physical: true }).await.expect("a compaction");
 
     one.resume();
@@ -493,7 +476,7 @@ async fn stale_writer_does_not_change_history() {
         }
     };
     assert_eq!(compacted.compact_revision, last, "the watch is canceled as compacted");
-    assert_eq!(put_at(&mut a, put("next", "")).await, last + 1, "writes continue");
+    assert_eq!(a.put("next", "").await, last + 1, "writes continue");
     assert_eq!(value_at(&mut b, get("next")).await.as_deref(), Some(""));
     drop(two);
 }

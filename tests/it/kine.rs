@@ -6,14 +6,16 @@ mod source;
 mod trace;
 
 use orlop_wire::proto::client::{
-    etcdserverpb::{LeaseLeasesRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, WatchCreateRequest},
+    etcdserverpb::{LeaseLeasesRequest, LeaseTimeToLiveRequest, RangeRequest, WatchCreateRequest},
     mvccpb::{Event, KeyValue},
 };
 use sqlx::{Connection as _, PgConnection};
 use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
-use crate::support::{Backend, Client, Server, Stream, all, eventually, everything, home, on_both_backends, prints};
+use crate::support::{
+    Backend, Client, Server, Stream, all, eventually, everything, get, home, on_both_backends, prints,
+};
 
 /// Key, create revision, mod revision, version and value of a pair.
 type Pair<'a> = (&'a str, i64, i64, i64, &'a str);
@@ -74,11 +76,11 @@ impl Imported {
             stream.create(below).await;
             let answer = stream.next().await;
             assert!(answer.canceled && answer.compact_revision == compacted, "{answer:?}\n{}", self.report);
-            let range = RangeRequest { key: "k".into(), revision: compacted - 1, ..Default::default() };
+            let range = RangeRequest { revision: compacted - 1, ..get("k") };
             let refused = self.client.kv.range(range).await.expect_err("a compacted revision");
             assert!(refused.message().contains("has been compacted"), "{refused}");
         }
-        let range = RangeRequest { key: "k".into(), revision: compacted, ..Default::default() };
+        let range = RangeRequest { revision: compacted, ..get("k") };
         self.client.kv.range(range).await.expect("the compact revision can be read");
     }
 
@@ -99,9 +101,7 @@ impl Imported {
 
     /// Checks that the next change has the next revision.
     async fn check_next(&mut self, expected: i64) {
-        let put = PutRequest { key: "next".into(), value: "1".into(), ..Default::default() };
-        let put = self.client.kv.put(put).await.expect("a put").into_inner();
-        assert_eq!(put.header.expect("a header").revision, expected, "{}", self.report);
+        assert_eq!(self.client.put("next", "1").await, expected, "{}", self.report);
     }
 
     /// Returns the TTLs of all leases.

@@ -21,7 +21,7 @@ use tonic::{Code, Status};
 use self::txn::op;
 use crate::{
     hostile::wire::{DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers, message},
-    support::{Backend, Client, Server, all, eventually, http_get, on_both_backends},
+    support::{Backend, Client, Server, all, eventually, get, http_get, on_both_backends, put, range},
 };
 
 /// A store with this history: a=1 (2), b=1 (3), c=1 (4), b=2 (5), c deleted (6), c=3 (7).
@@ -29,23 +29,15 @@ async fn history(backend: Backend) -> Option<(Server, Client)> {
     let server = Server::under_test(backend).await?;
     let mut client = Client::connect(server.endpoint()).await;
     for (key, value) in [("a", "1"), ("b", "1"), ("c", "1"), ("b", "2")] {
-        client.kv.put(put(key, value)).await.expect("a put");
+        client.put(key, value).await;
     }
     client.kv.delete_range(delete("c", "")).await.expect("a delete");
-    client.kv.put(put("c", "3")).await.expect("a put");
+    client.put("c", "3").await;
     Some((server, client))
-}
-
-fn put(key: &str, value: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() }
 }
 
 fn delete(key: &str, end: &str) -> DeleteRangeRequest {
     DeleteRangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), prev_kv: true }
-}
-
-fn range(key: &str, end: &str) -> RangeRequest {
-    RangeRequest { key: key.to_owned().into(), range_end: end.to_owned().into(), ..Default::default() }
 }
 
 /// `key=value@mod/version`
@@ -87,12 +79,12 @@ async fn range_supports_every_field(backend: Backend) {
     let (a, b, c) = ("a=1@2/1", "b=2@5/2", "c=3@7/1");
     let table: Vec<(RangeRequest, Vec<&str>, bool, i64)> = vec![
         (all(), vec![a, b, c], false, 3),
-        (range("a", ""), vec![a], false, 1),
+        (get("a"), vec![a], false, 1),
         (range("a", "c"), vec![a, b], false, 2),
         (range("b", "\0"), vec![b, c], false, 2),
         (range("c", "a"), vec![], false, 0),
         (range("b", "b"), vec![], false, 0),
-        (range("x", ""), vec![], false, 0),
+        (get("x"), vec![], false, 0),
         (with(|r| r.revision = -7), vec![a, b, c], false, 3),
         (with(|r| r.revision = 1), vec![], false, 0),
         (with(|r| r.revision = 4), vec![a, "b=1@3/1", "c=1@4/1"], false, 3),
@@ -128,12 +120,7 @@ async fn range_supports_every_field(backend: Backend) {
         let answer = client.kv.range(request.clone()).await.expect("a range is answered").into_inner();
         check(&request, &answer, &kvs, more, count);
     }
-    check_refused(
-        "no key",
-        client.kv.range(range("", "")).await,
-        Code::InvalidArgument,
-        "etcdserver: key is not provided",
-    );
+    check_refused("no key", client.kv.range(get("")).await, Code::InvalidArgument, "etcdserver: key is not provided");
     check_refused("future", client.kv.range(with(|r| r.revision = 8)).await, Code::OutOfRange, FUTURE);
 }
 
@@ -153,7 +140,7 @@ async fn range_stream_chunks_equal_the_range(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..400 {
-        client.kv.put(put(&format!("k{number:03}"), &"v".repeat(number * 40))).await.expect("a put");
+        client.put(format!("k{number:03}"), "v".repeat(number * 40)).await;
     }
     let requests = [
         all(),
@@ -163,7 +150,7 @@ async fn range_stream_chunks_equal_the_range(backend: Backend) {
         RangeRequest { count_only: true, ..all() },
         RangeRequest { revision: 100, ..all() },
         range("x", "z"),
-        range("k001", ""),
+        get("k001"),
         // Sorted by value without an order, which means ascending; by key, descending; by modification, descending.
         RangeRequest { sort_target: 4, ..all() },
         RangeRequest { sort_order: 2, limit: 50, ..all() },
@@ -202,8 +189,7 @@ async fn put_options_keep_and_return_values(backend: Backend) {
         let key = request.key.clone();
         let answer = client.kv.put(request.clone()).await.expect("a put").into_inner();
         assert_eq!(answer.prev_kv.as_ref().map(shown).as_deref(), prev, "{request:?}");
-        let found =
-            client.kv.range(RangeRequest { key, ..Default::default() }).await.expect("a range").into_inner().kvs;
+        let found = client.kv.range(get(key)).await.expect("a range").into_inner().kvs;
         assert_eq!((shown(&found[0]).as_str(), found[0].lease), (now, lease), "{request:?}");
     }
     let refused = [
@@ -216,15 +202,15 @@ async fn put_options_keep_and_return_values(backend: Backend) {
         ),
         (PutRequest { ignore_value: true, ..put("none", "") }, Code::InvalidArgument, "etcdserver: key not found"),
         (PutRequest { lease: 1, ..put("a", "v") }, Code::NotFound, "etcdserver: requested lease not found"),
-        (put("a", &"v".repeat(1_600_000)), Code::InvalidArgument, "etcdserver: request is too large"),
+        (put("a", "v".repeat(1_600_000)), Code::InvalidArgument, "etcdserver: request is too large"),
     ];
     for (request, code, text) in refused {
         check_refused(&request.key, client.kv.put(request.clone()).await, code, text);
     }
-    let too_long = client.kv.put(put("a", &"v".repeat(3_000_000))).await.expect_err("the transport refuses it");
+    let too_long = client.kv.put(put("a", "v".repeat(3_000_000))).await.expect_err("the transport refuses it");
     assert_eq!(too_long.code(), Code::ResourceExhausted);
     assert!(too_long.message().starts_with("grpc: received message larger than max (30000"), "{too_long:?}");
-    let head = client.kv.range(range("a", "")).await.expect("a range").into_inner().header.expect("a header").revision;
+    let head = client.kv.range(get("a")).await.expect("a range").into_inner().header.expect("a header").revision;
     assert_eq!(head, 12, "a refused request uses no revision");
 }
 
@@ -285,7 +271,7 @@ async fn overwritten_values_are_cached_until_compaction(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let value = "v".repeat(1_000);
     for key in ["a", "b", "a", "a"] {
-        client.kv.put(put(key, &value)).await.expect("a put");
+        client.put(key, &value).await;
     }
     let listed = client.kv.delete_range(delete("b", "")).await.expect("a delete").into_inner();
     let revision = listed.header.expect("a header").revision - 1;
@@ -307,14 +293,14 @@ async fn list_contains_the_store_at_its_header_revision(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--value-cache-bytes", "500000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for first in (0..KEYS).step_by(100) {
-        let puts = (first..first + 100).map(|number| Request::RequestPut(put(&format!("k/{number:05}"), "value")));
+        let puts = (first..first + 100).map(|number| Request::RequestPut(put(format!("k/{number:05}"), "value")));
         let success = puts.map(|put| RequestOp { request: Some(put) }).collect();
         client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
     }
     let mut writer = client.clone();
     let writing = tokio::spawn(async move {
         for number in (0..KEYS).cycle().step_by(7) {
-            writer.kv.put(put(&format!("k/{number:05}"), "newer")).await.expect("a put");
+            writer.put(format!("k/{number:05}"), "newer").await;
         }
     });
     for _ in 0..30 {
@@ -331,9 +317,7 @@ async fn large_responses_arrive_complete(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     // 40 MiB is larger than the value cache, so most of the response comes from the log.
     for number in 0..40 {
-        let value = vec![number; 1 << 20];
-        let request = PutRequest { key: format!("k{number:02}").into(), value: value.into(), ..Default::default() };
-        client.kv.put(request).await.expect("a put");
+        client.put(format!("k{number:02}"), vec![number; 1 << 20]).await;
     }
     let whole = |kvs: &[KeyValue]| {
         kvs.len() == 40 && kvs.iter().enumerate().all(|(n, kv)| kv.value.len() == 1 << 20 && kv.value[7] == n as u8)
@@ -341,7 +325,7 @@ async fn large_responses_arrive_complete(backend: Backend) {
     let answer = client.kv.range(all()).await.expect("a range").into_inner();
     assert!(whole(&answer.kvs) && answer.count == 40 && !answer.more);
     let txn = TxnRequest {
-        success: vec![op(Request::RequestRange(all())), op(Request::RequestRange(range("k00", "")))],
+        success: vec![op(Request::RequestRange(all())), op(Request::RequestRange(get("k00")))],
         ..Default::default()
     };
     let answer = client.kv.txn(txn).await.expect("a transaction").into_inner();
@@ -357,7 +341,7 @@ async fn interrupted_request_does_not_block_others(backend: Backend) {
         PREFACE.to_vec(),
         frame(SETTINGS, 0, 0, &[]),
         frame(HEADERS, END_HEADERS, 1, &headers("/etcdserverpb.KV/Range", &[])),
-        frame(DATA, 0, 1, &message(&range("a", "").encode_to_vec())),
+        frame(DATA, 0, 1, &message(&get("a").encode_to_vec())),
     ];
     let mut connection = TcpStream::connect(address).await.expect("the server accepts connections");
     connection.write_all(&http2.concat()).await.expect("the server reads");
@@ -371,7 +355,7 @@ async fn interrupted_request_does_not_block_others(backend: Backend) {
     drop(connection);
     let puts = async {
         let mut client = Client::connect(server.endpoint()).await;
-        client.kv.put(put("after", "it")).await.expect("a put");
+        client.put("after", "it").await;
     };
     timeout(Duration::from_secs(20), puts).await.expect("others are served");
 }

@@ -19,8 +19,8 @@ use tonic::Code;
 use crate::{
     check::{Place, open_log},
     support::{
-        Backend, Client, DEADLINE, Link, NetworkState, Postgres, Server, Stream, all, eventually, everything, http,
-        on_both_backends, orlop, run,
+        Backend, Client, DEADLINE, Link, NetworkState, Postgres, Server, Stream, all, eventually, everything, get,
+        http, on_both_backends, orlop, range, run,
     },
 };
 
@@ -172,7 +172,7 @@ async fn leases_that_expire_together_share_commits() {
     server.pause();
     tokio::time::sleep(Duration::from_secs(21)).await;
     server.resume();
-    let all = RangeRequest { key: "k".into(), range_end: "l".into(), count_only: true, ..Default::default() };
+    let all = RangeRequest { count_only: true, ..range("k", "l") };
     eventually("the end of the leases", async || {
         let left = client.clone().kv.range(all.clone()).await.expect("a range").into_inner().count;
         if left == 0 { Ok(()) } else { Err(left) }
@@ -338,8 +338,7 @@ async fn leases_and_their_keys_survive_a_restart(backend: Backend) {
     assert_eq!(leases.iter().map(|lease| lease.id).collect::<Vec<_>>(), [1, 2]);
     assert_eq!(ttl_and_keys(&mut client, 1).await, (601, vec!["k".into()]));
     client.lease.lease_revoke(LeaseRevokeRequest { id: 2 }).await.expect("a revocation");
-    let found =
-        client.kv.range(RangeRequest { key: "l".into(), ..Default::default() }).await.expect("a range").into_inner();
+    let found = client.kv.range(get("l")).await.expect("a range").into_inner();
     assert_eq!(found.count, 0);
 }
 

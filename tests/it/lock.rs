@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::future::select;
 use orlop_wire::proto::client::{
-    etcdserverpb::{DeleteRangeRequest, LeaseGrantRequest, LeaseRevokeRequest, PutRequest, RangeRequest},
+    etcdserverpb::{LeaseGrantRequest, LeaseRevokeRequest, RangeRequest},
     v3electionpb::{CampaignRequest, LeaderKey, LeaderRequest, LeaderResponse, ProclaimRequest, ResignRequest},
     v3lockpb::{LockRequest, UnlockRequest},
 };
@@ -19,7 +19,7 @@ use tonic::{Code, Status};
 
 use crate::{
     outage::put_with_retries,
-    support::{Backend, Client, DEADLINE, Postgres, Server, eventually, on_both_backends, skip},
+    support::{Backend, Client, DEADLINE, Postgres, Server, delete, eventually, on_both_backends, range, skip},
 };
 
 async fn grant(client: &mut Client, id: i64) -> i64 {
@@ -49,8 +49,7 @@ async fn held(lock: JoinHandle<Result<String, Status>>) -> String {
 /// Waits until `count` keys exist below the prefix.
 async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
-    let range =
-        RangeRequest { key: prefix.to_owned().into(), range_end: end.into(), count_only: true, ..Default::default() };
+    let range = RangeRequest { count_only: true, ..range(prefix, end) };
     eventually(&format!("a count of {count} keys below {prefix}"), async || {
         let found = client.clone().kv.range(range.clone()).await.expect("a range").into_inner().count;
         if found == count { Ok(()) } else { Err(found) }
@@ -60,12 +59,7 @@ async fn wait_for_keys(client: &Client, prefix: &str, count: i64) {
 
 /// Returns the keys that begin with `prefix`.
 async fn keys(client: &mut Client, prefix: &str) -> Vec<String> {
-    let range = RangeRequest {
-        key: prefix.to_owned().into(),
-        range_end: format!("{prefix}~").into(),
-        keys_only: true,
-        ..Default::default()
-    };
+    let range = RangeRequest { keys_only: true, ..range(prefix, format!("{prefix}~")) };
     let found = client.kv.range(range).await.expect("a range").into_inner().kvs;
     found.into_iter().map(|kv| String::from_utf8_lossy(&kv.key).into_owned()).collect()
 }
@@ -440,14 +434,13 @@ async fn election_refuses_invalid_requests_as_etcd(backend: Backend) {
     assert_eq!((unleased.code(), unleased.message()), (Code::Unknown, "etcdserver: requested lease not found"));
 
     // A key that a client puts below the election's name counts as a candidate, like the server's own keys.
-    let put = PutRequest { key: "seat/aa".into(), value: "carol".into(), ..Default::default() };
-    client.kv.put(put).await.expect("a put");
+    client.put("seat/aa", "carol").await;
     assert_eq!(leader(&mut client).await.expect("a leader"), "carol");
     grant(&mut client, 0x10).await;
     let waiting = campaign(&client, "seat", 0x10, "dave");
     wait_for_keys(&client, "seat/", 2).await;
     assert!(!waiting.is_finished(), "dave waits");
-    client.kv.delete_range(DeleteRangeRequest { key: "seat/aa".into(), ..Default::default() }).await.expect("a delete");
+    client.kv.delete_range(delete("seat/aa")).await.expect("a delete");
     assert_eq!(&elected(waiting).await.key[..], b"seat/10");
     assert_eq!(leader(&mut client).await.expect("a leader"), "dave");
 }

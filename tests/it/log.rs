@@ -6,7 +6,7 @@ use std::{path::Path, sync::Arc, time::Duration};
 
 use orlop_core::{
     auth::AuthState,
-    log::{Append, Appended, AuthMark, History, LeaseChange, Load, Log, Meta, Position, ReadSet, Reclaim, WithPrev},
+    log::{Append, Appended, AuthMark, LeaseChange, Load, Log, Meta, Position, ReadLog, ReadSet, Reclaim, WithPrev},
     types::{
         Change, ChangeKind, EncodedEvent, EncodedKv, Key, KeyRange, LeaseId, Prev, Rebase, Revision, RowId, Version,
     },
@@ -78,7 +78,7 @@ struct Contents {
     replayed: Vec<(RowId, Key)>,
 }
 
-async fn contents(log: &dyn History) -> Contents {
+async fn contents(log: &dyn ReadLog) -> Contents {
     let meta = log.meta().await.expect("the log answers");
     let page = log.changes(Revision(2), meta.position.head, &KeyRange::all(), WithPrev::Yes).await;
     let page = page.expect("the log answers");

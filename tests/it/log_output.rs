@@ -6,7 +6,7 @@ use std::{
     process::{ExitStatus, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, PutRequest};
+use orlop_wire::proto::client::etcdserverpb::CompactionRequest;
 use rustix::{
     fs::{OFlags, fcntl_setfl},
     process::Signal,
@@ -45,8 +45,7 @@ async fn start(folder: &Path, log_format: &str) -> (Child, PipeReader, String, C
     command.stdout(writer.try_clone().expect("a descriptor is free")).stderr(writer);
     let process = Command::from(command).kill_on_drop(true).spawn().expect("orlop is built with the tests");
     let mut client = eventually("a connection", async || Client::try_connect(&endpoint).await).await;
-    let put = client.kv.put(PutRequest { key: "k".into(), ..Default::default() });
-    timeout(DEADLINE, put).await.expect("the server answers").expect("a put");
+    timeout(DEADLINE, client.put("k", "")).await.expect("the server answers");
     (process, reader, endpoint, client)
 }
 
@@ -62,8 +61,7 @@ async fn server_answers_and_stops_although_nobody_reads_its_log() {
     let (mut process, _unread, endpoint, mut client) = start(home.path(), "json").await;
     let answers = async {
         for _ in 0..2 {
-            let put = PutRequest { key: "k".into(), ..Default::default() };
-            let revision = client.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision;
+            let revision = client.put("k", "").await;
             client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
         }
         assert_eq!(http_get(&endpoint, "/livez").await.status, 200);

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    CompactionRequest, DeleteRangeRequest, HashRequest, LeaseGrantRequest, PutRequest, RangeRequest, TxnRequest,
+    CompactionRequest, HashRequest, LeaseGrantRequest, RangeRequest, TxnRequest,
 };
 
 use crate::support::{
-    Backend, Client, Postgres, Server, Stream, all, eventually, everything, http_get, on_both_backends,
+    Backend, Client, Postgres, Server, Stream, all, delete, eventually, everything, get, http_get, on_both_backends,
 };
 
 /// The metrics that the dashboard and the alerts of etcd's mixin, and so of kube-prometheus, query. The metrics of peers
@@ -98,6 +98,17 @@ async fn etcd_metrics_are_exported_or_listed_as_missing() {
     }
 }
 
+#[test]
+fn reference_names_every_metric_of_orlop() {
+    let page = include_str!("../../docs/reference/metrics.md");
+    let strings = include_str!("../../crates/core/src/metrics.rs").split('"');
+    let names: Vec<&str> = strings.filter(|text| text.starts_with("orlop_")).collect();
+    assert!(names.contains(&"orlop_batch_requests"), "{names:?}");
+    let is_named = |name: &str| ["`", "{"].iter().any(|end| page.contains(&format!("`{name}{end}")));
+    let missing: Vec<_> = names.into_iter().filter(|name| !is_named(name)).collect();
+    assert!(missing.is_empty(), "docs/reference/metrics.md does not name {missing:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn series_of_etcds_mixin_exist() {
     let Some(server) = Server::orlop_with(Backend::Sqlite, &["--metrics", "extensive"]).await else { return };
@@ -113,11 +124,11 @@ async fn requests_are_counted(backend: Backend) {
     let mut stream = Stream::open(&mut client).await;
     stream.create(everything(0)).await;
     for _ in 0..3 {
-        client.kv.put(PutRequest { key: "k".into(), value: "v".into(), ..Default::default() }).await.expect("a put");
+        client.put("k", "v").await;
     }
-    client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    client.kv.range(get("k")).await.expect("a range");
     client.kv.range(RangeRequest::default()).await.expect_err("a range without a key");
-    client.kv.delete_range(DeleteRangeRequest { key: "k".into(), ..Default::default() }).await.expect("a delete");
+    client.kv.delete_range(delete("k")).await.expect("a delete");
     client.kv.txn(TxnRequest::default()).await.expect("a transaction");
     client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0 }).await.expect("a grant");
     stream.read_until(5).await;
@@ -252,20 +263,16 @@ async fn events_of_a_stream_that_is_not_read_are_pending(backend: Backend) {
     let mut stream = Stream::open(&mut Client::connect(server.endpoint()).await).await;
     stream.create(everything(0)).await;
     let value = vec![b'v'; 512 << 10];
-    let mut put = async || {
-        let put = PutRequest { key: "k".into(), value: value.clone().into(), ..Default::default() };
-        writer.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision
-    };
     let mut last = 0;
     for _ in 0..8 {
-        last = put().await;
+        last = writer.put("k", &value).await;
     }
     pending_events(&server, "an increase of pending events", |pending| pending > 0.0).await;
     stream.read_until(last).await;
     pending_events(&server, "the delivery of the last event", |pending| pending == 0.0).await;
 
     for _ in 0..8 {
-        put().await;
+        writer.put("k", &value).await;
     }
     pending_events(&server, "another increase of pending events", |pending| pending > 0.0).await;
     drop(stream);

@@ -16,7 +16,7 @@ use std::{
 };
 
 use orlop_wire::proto::client::etcdserverpb::{
-    AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, CompactionRequest, LeaseGrantRequest, RangeRequest,
+    AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, CompactionRequest, LeaseGrantRequest,
 };
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -27,11 +27,10 @@ use crate::{
     snapshot::{
         self,
         etcd::{add_users, check_same, seen},
-        put,
     },
     support::{
-        Backend, Client, Etcd, Link, Postgres, Random, Server, Started, eventually, on_both_backends, orlop, prints,
-        run, send_signal,
+        Backend, Client, Etcd, Link, Postgres, Random, Server, Started, eventually, get, on_both_backends, orlop,
+        prints, put, run, send_signal,
     },
 };
 
@@ -207,9 +206,9 @@ async fn writes_at_the_source_after_the_cut_over_are_named(backend: Backend) {
     let Some(source) = Server::etcd().await else { return };
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
-    client.kv.put(put("before".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("before", [1]).await;
     let copy = destination.cut_over(&source, &[]).await;
-    client.kv.put(put("after".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("after", [1]).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 60, id: 0x7007 }).await.expect("a lease");
     eventually("the names of the writes", async || {
         let log = copy.log();
@@ -226,8 +225,7 @@ async fn compacted_source_is_copied_again(backend: Backend) {
     add_users(&mut client).await;
     let fill = async |client: &mut Client| {
         for number in 0..20 {
-            let written = client.kv.put(put(format!("key/{}", number % 7), vec![number], 0)).await;
-            written.expect("a put");
+            client.put(format!("key/{}", number % 7), [number]).await;
         }
     };
     fill(&mut client).await;
@@ -254,7 +252,7 @@ async fn history_of_a_source_without_compactions_is_not_watched(backend: Backend
     let Some(source) = Server::etcd().await else { return };
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
-    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("key", [1]).await;
     let mut migrator = destination.migrate(source.endpoint(), &[]);
     migrator.says("restored a snapshot").await;
     // After the first three reads, one of which is the test's, one asks for the compact revision; the others ask for the
@@ -276,7 +274,7 @@ async fn source_compacted_at_its_head_is_copied(backend: Backend) {
         let Some(destination) = Destination::new(backend).await else { return };
         let mut client = Client::connect(source.endpoint()).await;
         for number in 0..5 {
-            client.kv.put(put(format!("key/{}", number % 2), vec![number], 0)).await.expect("a put");
+            client.put(format!("key/{}", number % 2), [number]).await;
         }
         client.kv.compact(CompactionRequest { revision: 6, physical: true }).await.expect("a compaction");
         for says in ["restored a snapshot", "continuing with"] {
@@ -327,12 +325,11 @@ async fn store_with_auth_is_copied(etcd: Etcd, backend: Backend) {
     destination.copied(&source, &["--user", "root:wonder"]).await;
     let copy = destination.server().await;
     let mut client = Client::connect(copy.endpoint()).await;
-    let range = RangeRequest { key: "a".into(), ..Default::default() };
-    let refused = client.kv.range(range.clone()).await.expect_err("a login is needed");
+    let refused = client.kv.range(get("a")).await.expect_err("a login is needed");
     assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, "etcdserver: user name is empty"));
     let token = client.log_in("alice", "wonder").await.expect("the password is copied");
     client.act_with(Some(&token));
-    client.kv.range(range).await.expect("the rights are copied");
+    client.kv.range(get("a")).await.expect("the rights are copied");
 }
 
 /// What prevents the server from starting is said before anything happens.
@@ -344,7 +341,7 @@ async fn addresses_are_checked_before_the_cut_over(backend: Backend) {
     assert!(!migrator.ended().await.success(), "{}", migrator.output());
     assert!(migrator.output().contains("in use"), "{}", migrator.output());
     let mut client = Client::connect(source.endpoint()).await;
-    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("the source is not fenced");
+    client.kv.put(put("key", [1])).await.expect("the source is not fenced");
 }
 
 /// The source stays fenced, because the server may have accepted writes before it failed.
@@ -353,7 +350,7 @@ async fn server_that_fails_after_the_cut_over_names_the_fence(backend: Backend) 
     let mut client = Client::connect(source.endpoint()).await;
     for fence in [&[][..], &["--fence"]] {
         let Some(destination) = Destination::new(backend).await else { return };
-        client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+        client.put("key", [1]).await;
         // Only a start reads the key file.
         let tokens = "jwt,sign-method=HS256,priv-key=/nowhere";
         let start = ["--cut-over", "--listen-client-urls", "http://127.0.0.1:0", "--auth-token", tokens];
@@ -363,7 +360,7 @@ async fn server_that_fails_after_the_cut_over_names_the_fence(backend: Backend) 
         let names_fence = output.contains("the source still refuses writes") && output.contains("etcdctl alarm disarm");
         assert!(output.contains("cannot read /nowhere") && names_fence != fence.is_empty(), "{output}");
     }
-    let refused = client.kv.put(put("late".to_owned(), vec![], 0)).await.expect_err("the source is fenced");
+    let refused = client.kv.put(put("late", "")).await.expect_err("the source is fenced");
     assert_eq!(refused.message(), "etcdserver: corrupt cluster");
 }
 
@@ -374,7 +371,7 @@ async fn databases_with_other_data_are_refused(backend: Backend) {
     for (server, puts) in [(&source, 5), (&other, 3)] {
         let mut client = Client::connect(server.endpoint()).await;
         for number in 0..puts {
-            client.kv.put(put(format!("key/{number}"), vec![number], 0)).await.expect("a put");
+            client.put(format!("key/{number}"), [number]).await;
         }
     }
     destination.copied(&source, &[]).await;
@@ -383,12 +380,12 @@ async fn databases_with_other_data_are_refused(backend: Backend) {
     client.kv.compact(CompactionRequest { revision: 6, physical: true }).await.expect("a compaction");
     let output = destination.copied(&source, &["--fence"]).await;
     assert!(output.contains("continuing with"), "{output}");
-    let refused = client.kv.put(put("late".to_owned(), vec![], 0)).await.expect_err("the source is fenced");
+    let refused = client.kv.put(put("late", "")).await.expect_err("the source is fenced");
     assert_eq!(refused.message(), "etcdserver: corrupt cluster");
     destination.check_refused(&other, &["contains other data", "it is at revision 6, and the source at 4"]).await;
     let mut client = Client::connect(other.endpoint()).await;
     for number in 3..6 {
-        client.kv.put(put(format!("else/{number}"), vec![number], 0)).await.expect("a put");
+        client.put(format!("else/{number}"), [number]).await;
     }
     destination.check_refused(&other, &["its history up to revision 6 is not the source's"]).await;
     client.kv.compact(CompactionRequest { revision: 7, physical: true }).await.expect("a compaction");

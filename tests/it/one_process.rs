@@ -3,28 +3,23 @@
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 use orlop_core::supervise::EXIT_DISK_FAILED;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest, SnapshotRequest};
+use orlop_wire::proto::client::etcdserverpb::SnapshotRequest;
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
 use crate::{
     start::run,
-    support::{Backend, Client, Server},
+    support::{Backend, Client, Server, get},
 };
-
-fn put() -> PutRequest {
-    PutRequest { key: "k".into(), value: "value".into(), ..Default::default() }
-}
 
 /// Starts a server with one key.
 async fn server_with_a_key() -> Server {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
-    Client::connect(server.endpoint()).await.kv.put(put()).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("k", "value").await;
     server
 }
 
 async fn has_key(server: &Server, key: &str) -> bool {
-    let range = RangeRequest { key: key.to_owned().into(), ..Default::default() };
-    let found = Client::connect(server.endpoint()).await.kv.range(range).await.expect("a range");
+    let found = Client::connect(server.endpoint()).await.kv.range(get(key)).await.expect("a range");
     found.into_inner().kvs.len() == 1
 }
 
@@ -93,15 +88,14 @@ async fn link_to_the_file_is_followed() {
     check_start_fails(&dangling, "is a link");
 
     let mut server = Server::orlop_on(&endpoint(&file), &[]).await;
-    Client::connect(server.endpoint()).await.kv.put(put()).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("k", "value").await;
     check_start_fails(&link, "is in use by another orlop process");
     server.kill();
     let restored = endpoint(&home.path().join("restored.db"));
     let restore = ["snapshot", "restore", "link.db", "--skip-hash-check", "--datastore-endpoint", &restored];
     check_fails(home.path(), &restore, "is incomplete: the last commits are in");
     let again = Server::orlop_on(&endpoint(&link), &[]).await;
-    let kept = Client::connect(again.endpoint()).await.kv.put(put()).await.expect("a put").into_inner();
-    assert_eq!(kept.header.expect("a header").revision, 3);
+    assert_eq!(Client::connect(again.endpoint()).await.put("k", "value").await, 3);
 }
 
 /// The lock and the WAL are beside the name by which a file was opened.
@@ -132,10 +126,9 @@ async fn replaces_file(is_read: bool) {
     let [file, other, moved] = ["orlop.db", "copy.db", "moved.db"].map(|name| server.data_dir().join(name));
     copy(&file, &other).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let late = PutRequest { key: "late".into(), ..put() };
-    client.kv.put(late).await.expect("a put");
+    client.put("late", "value").await;
     let reader = if is_read { Some(reader_of(&file).await) } else { None };
-    client.kv.put(PutRequest { key: "later".into(), ..put() }).await.expect("a put");
+    client.put("later", "value").await;
     fs::rename(&file, &moved).and_then(|()| fs::rename(&other, &file)).expect("a file can be replaced");
     assert!(!sends_snapshot(&mut client).await, "it would be of the other file: {}", server.log_tail());
     assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{}", server.log_tail());
@@ -144,7 +137,7 @@ async fn replaces_file(is_read: bool) {
     assert!(has_key(&server, "k").await && !has_key(&server, "late").await);
     // The next server does not share the index of the WAL with the reader.
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "new".into(), ..put() }).await.expect("a put");
+    client.put("new", "value").await;
     server.kill();
     drop(reader);
     server.restart().await;

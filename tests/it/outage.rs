@@ -1,13 +1,14 @@
 //! The database becomes unavailable and comes back, with the same or with different contents.
 
 mod crashed;
+mod lost;
 mod restored;
 
 use std::{os::unix::fs::PermissionsExt as _, process::Command, time::Duration};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    DefragmentRequest, PutRequest, RangeRequest, RangeResponse, RequestOp, StatusRequest, TxnRequest,
-    WatchCreateRequest, request_op::Request, watch_request::RequestUnion,
+    DefragmentRequest, RangeRequest, RangeResponse, RequestOp, StatusRequest, TxnRequest, WatchCreateRequest,
+    request_op::Request, watch_request::RequestUnion,
 };
 use sqlx::{Connection as _, PgConnection};
 use tokio::{
@@ -20,19 +21,9 @@ use crate::{
     auth, insight, start,
     support::{
         Client, DEADLINE, Link, NetworkState, Place, Postgres, Server, Stream, database_name, eventually, everything,
-        http_get,
+        get, http_get, put,
     },
 };
-
-fn put(key: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
-}
-
-/// Returns the revision of a put.
-async fn put_at(client: &mut Client, key: &str) -> i64 {
-    let answer = client.kv.put(put(key)).await.expect("the server takes a put").into_inner();
-    answer.header.expect("an answer has a header").revision
-}
 
 /// Starts a server whose network to the database can fail. Returns the direct endpoint of the database as well.
 async fn server_behind_link(postgres: &Postgres, arguments: &[&str]) -> (Link, Server, String) {
@@ -42,11 +33,12 @@ async fn server_behind_link(postgres: &Postgres, arguments: &[&str]) -> (Link, S
     (link, server, datastore)
 }
 
-/// Returns the client's port of a connection to the database, as soon as its last statement is like `statement`.
+/// Returns the client's port of a connection to the database, as soon as its last statement is like `statement`; of several
+/// connections, that of the newest statement.
 async fn port_of(postgres: &Postgres, database: &str, statement: &str) -> u16 {
     let sql = format!(
         "SELECT client_port FROM pg_stat_activity WHERE datname = '{database}' AND query LIKE '{statement}' \
-         ORDER BY backend_start DESC LIMIT 1"
+         ORDER BY query_start DESC LIMIT 1"
     );
     eventually(statement, async || postgres.psql("postgres", &sql).parse()).await
 }
@@ -54,7 +46,7 @@ async fn port_of(postgres: &Postgres, database: &str, statement: &str) -> u16 {
 /// Retries a put until it succeeds and returns its revision. A failed attempt may have been applied as well.
 pub async fn put_with_retries(client: &Client, key: &str) -> i64 {
     eventually("a write after the database is back", async || {
-        let answer = client.clone().kv.put(put(key)).await?;
+        let answer = client.clone().kv.put(put(key, "value")).await?;
         Ok::<_, tonic::Status>(answer.into_inner().header.expect("a header").revision)
     })
     .await
@@ -65,7 +57,7 @@ const UNCACHED: [&str; 4] = ["--value-cache-bytes", "0", "--log-level", "debug"]
 const READ_IS_REPEATED: &str = "cannot read values yet; trying again";
 
 fn serializable(key: &str) -> RangeRequest {
-    RangeRequest { key: key.to_owned().into(), serializable: true, ..Default::default() }
+    RangeRequest { serializable: true, ..get(key) }
 }
 
 /// Makes a call while the caller goes on. If it fails, then only after 7 s; the error is the time at which it began.
@@ -108,7 +100,7 @@ async fn reads_of_values_wait_for_a_restart() {
     let Some(postgres) = Postgres::start().await else { return };
     let server = Server::orlop_on(&postgres.create_database(), &UNCACHED).await;
     let mut client = Client::connect(server.endpoint()).await;
-    put_at(&mut client, "key").await;
+    client.put("key", "value").await;
 
     postgres.stop();
     let get = read_in_background(&client, "key");
@@ -137,29 +129,25 @@ async fn outage_is_reported_and_survived() {
     let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
     let mut stream = Stream::open(&mut b).await;
     stream.create(everything(0)).await;
-    let before = put_at(&mut a, "before").await;
+    let before = a.put("before", "value").await;
     stream.read_until(before).await;
 
     postgres.stop();
     let (timed_out, no_leader) = ("etcdserver: request timed out", "etcdserver: no leader");
-    let refused = a.kv.put(put("during")).await.expect_err("there is no database");
+    let refused = a.kv.put(put("during", "value")).await.expect_err("there is no database");
     assert_eq!(refused.code(), Code::Unavailable);
     assert!([timed_out, no_leader].contains(&refused.message()), "{refused:?}");
-    let range = || RangeRequest { key: "before".into(), ..Default::default() };
-    let unread = b.kv.range(range()).await.expect_err("a linearizable read needs the database");
+    let unread = b.kv.range(get("before")).await.expect_err("a linearizable read needs the database");
     assert_eq!((unread.code(), unread.message()), (Code::Unavailable, no_leader));
     let status = b.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
     assert_eq!((status.leader, &status.errors[..]), (0, &[no_leader.to_owned()][..]));
-    let stale =
-        b.kv.range(RangeRequest { serializable: true, ..range() })
-            .await
-            .expect("a serializable read does not need the database");
+    let stale = b.kv.range(serializable("before")).await.expect("a serializable read does not need the database");
     assert_eq!(stale.into_inner().count, 1);
 
     postgres.start_again().await;
     let after = put_with_retries(&a, "after").await;
     assert_eq!(stream.read_until(after).await, (before + 1..=after).collect::<Vec<_>>(), "no gap in the same stream");
-    assert_eq!(b.kv.range(range()).await.expect("a range").into_inner().count, 1);
+    assert_eq!(b.kv.range(get("before")).await.expect("a range").into_inner().count, 1);
 }
 
 /// A server that does not answer must not make the metrics exceed the time for which Prometheus waits, 10 s.
@@ -174,6 +162,22 @@ async fn metrics_and_status_do_not_wait_for_a_silent_database() {
     let status = timeout(Duration::from_secs(8), client.maintenance.status(StatusRequest {})).await.expect("in time");
     let status = status.expect("a status").into_inner();
     assert_eq!((status.leader, status.errors), (0, vec!["etcdserver: no leader".to_owned()]));
+}
+
+/// Its errors tell a user about the outage.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn status_of_a_user_needs_no_database() {
+    let Some(postgres) = Postgres::start().await else { return };
+    let server = Server::orlop_on(&postgres.create_database(), &auth::CHEAP).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    auth::enable(&mut client).await;
+    auth::act_as(&mut client, "user").await;
+    postgres.stop();
+    let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
+    assert_eq!((status.leader, status.errors), (0, vec!["etcdserver: no leader".to_owned()]));
+    client.act_with(Some("forged"));
+    let refused = client.maintenance.status(StatusRequest {}).await.expect_err("the token is not valid");
+    assert_eq!((refused.code(), refused.message()), (Code::Unauthenticated, "etcdserver: invalid auth token"));
 }
 
 /// Some parts of the screen need the database, and one of them waits for it.
@@ -199,7 +203,7 @@ async fn watch_of_a_user_is_created_after_the_outage() {
     postgres.stop();
     stream.ask(RequestUnion::CreateRequest(WatchCreateRequest { key: "a".into(), ..Default::default() }));
     // Without the database this read fails after the time for which the check of the watch waits as well.
-    client.kv.range(RangeRequest { key: "a".into(), ..Default::default() }).await.expect_err("there is no database");
+    client.kv.range(get("a")).await.expect_err("there is no database");
     postgres.start_again().await;
     let created = stream.next().await;
     assert!(created.created && !created.canceled, "{created:?}");
@@ -241,19 +245,18 @@ async fn standby_is_not_read_and_a_start_waits_for_its_promotion() {
     let datastore = postgres.create_database();
     let server = Server::orlop_on(&datastore, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    assert_eq!(put_at(&mut client, "before").await, 2);
+    assert_eq!(client.put("before", "value").await, 2);
 
     let signal = postgres.data().join("standby.signal");
     postgres.stop();
     std::fs::write(&signal, "").expect("a file can be written");
     postgres.start_again().await;
-    let range = || RangeRequest { key: "before".into(), ..Default::default() };
-    let unread = client.kv.range(range()).await.expect_err("a standby may be behind");
+    let unread = client.kv.range(get("before")).await.expect_err("a standby may be behind");
     assert_eq!((unread.code(), unread.message()), (Code::Unavailable, "etcdserver: no leader"));
     // A connection that was unused for a second is checked first. If less time has passed, the first write finds it broken,
     // and the server cannot know whether the commit happened.
     for texts in [&["etcdserver: no leader", "etcdserver: request timed out"][..], &["etcdserver: no leader"]] {
-        let refused = client.kv.put(put("during")).await.expect_err("a standby takes no writes");
+        let refused = client.kv.put(put("during", "value")).await.expect_err("a standby takes no writes");
         assert!(refused.code() == Code::Unavailable && texts.contains(&refused.message()), "{refused:?}");
     }
     let waiting = start::message_of_waiting_start(&datastore);
@@ -271,7 +274,7 @@ async fn shorter_log_stops_the_instance() {
     let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..5 {
-        put_at(&mut client, "kept").await;
+        client.put("kept", "value").await;
     }
     postgres.stop();
     let backup = postgres.data().with_extension("backup");
@@ -295,7 +298,7 @@ async fn replaced_log_stops_the_instance() {
     let datastore = postgres.create_database();
     let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    put_at(&mut client, "kept").await;
+    client.put("kept", "value").await;
     postgres.stop();
     let backup = postgres.data().with_extension("backup");
     copy(&postgres.data(), &backup);
@@ -310,13 +313,13 @@ async fn replaced_log_stops_the_instance() {
     let other = Server::orlop_on(&datastore, &["--name", "two"]).await;
     let mut other_client = Client::connect(other.endpoint()).await;
     for revision in [3, 4] {
-        assert_eq!(put_at(&mut other_client, "another").await, revision);
+        assert_eq!(other_client.put("another", "value").await, revision);
     }
     server.resume();
     assert!(!server.ended().await.success());
     let log = server.log_tail();
     assert!(log.contains("revision 3 differs") && log.contains("ends at revision 4"), "{log}");
-    assert_eq!(put_at(&mut other_client, "another").await, 5, "the other server continues");
+    assert_eq!(other_client.put("another", "value").await, 5, "the other server continues");
 }
 
 /// Some hosted databases do not permit the functions by which a former primary is recognized.
@@ -329,7 +332,7 @@ async fn server_that_hides_its_timeline_is_served() {
     let address = format!("127.0.0.1:{}", postgres.port());
     for (hosts, revision, is_warned) in [(address.clone(), 2, false), (format!("{address},{address}"), 3, true)] {
         let server = Server::orlop_on(&datastore.replace(&address, &hosts), &[]).await;
-        assert_eq!(put_at(&mut Client::connect(server.endpoint()).await, "k").await, revision);
+        assert_eq!(Client::connect(server.endpoint()).await.put("k", "value").await, revision);
         assert_eq!(server.log().contains("a former primary cannot be recognized"), is_warned, "{}", server.log());
     }
 }
@@ -344,8 +347,7 @@ async fn server_that_stops_reporting_its_timeline_is_still_used() {
     postgres.psql(database_name(&datastore), hide);
     link.reset();
     put_with_retries(&client, "after").await;
-    let range = RangeRequest { key: "after".into(), ..Default::default() };
-    eventually("a linearizable read", async || client.clone().kv.range(range.clone()).await).await;
+    eventually("a linearizable read", async || client.clone().kv.range(get("after")).await).await;
 }
 
 /// A firewall that forgot a connection drops its packets.
@@ -366,7 +368,7 @@ async fn lost_connection_for_notifications_is_replaced() {
     })
     .await;
     let writer = Server::orlop_on(&datastore, &["--name", "writer"]).await;
-    let revision = put_at(&mut Client::connect(writer.endpoint()).await, "k").await;
+    let revision = Client::connect(writer.endpoint()).await.put("k", "value").await;
     stream.read_until(revision).await;
 }
 
@@ -435,7 +437,7 @@ async fn changed_password_needs_no_restart() {
     let mut clients = Vec::new();
     for server in &servers {
         let mut client = Client::connect(server.endpoint()).await;
-        put_at(&mut client, "key").await;
+        client.put("key", "value").await;
         clients.push(client);
     }
 

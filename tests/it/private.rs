@@ -8,11 +8,13 @@ use std::{
     process::{Command, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, PutRequest, RangeRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::{MemberListRequest, StatusRequest};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::support::{Client, Lines, Postgres, Started, ended, eventually, http_get, orlop_program, send_signal};
+use crate::support::{
+    Client, Lines, Postgres, Started, ended, eventually, get, http_get, orlop_program, put, send_signal,
+};
 
 /// An Orlop with its own folder; its output goes to files.
 struct Orlop {
@@ -101,9 +103,7 @@ fn check_private(folder: &Path) -> usize {
 }
 
 async fn write(endpoint: &str) {
-    let mut client = Client::connect(endpoint).await;
-    let put = PutRequest { key: "k".into(), value: vec![1; 5_000].into(), ..Default::default() };
-    client.kv.put(put).await.expect("a put");
+    Client::connect(endpoint).await.put("k", vec![1; 5_000]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -199,9 +199,8 @@ async fn database_password_is_never_printed() {
     let flags = [&TRACE_FLAGS[..], &["--enable-pprof", "--datastore-endpoint", &endpoint]].concat();
     let url = orlop.start("022", &flags, &[]);
     let mut client = Client::connect(&url).await;
-    let put = PutRequest { key: "k".into(), value: VALUE.into(), ..Default::default() };
-    client.kv.put(put).await.expect("a put");
-    let shown = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await.expect("a range");
+    client.put("k", VALUE).await;
+    let shown = client.kv.range(get("k")).await.expect("a range");
     assert_eq!(shown.into_inner().kvs[0].value, VALUE);
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status");
     let members = client.cluster.member_list(MemberListRequest::default()).await.expect("members");
@@ -216,7 +215,7 @@ async fn database_password_is_never_printed() {
     }
     // While the database is stopped, the server also logs and returns errors.
     postgres.stop();
-    let failed = client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect_err("no database");
+    let failed = client.kv.put(put("k", "")).await.expect_err("no database");
     no_password_in("an error", &format!("{failed:?}"));
     no_password_in("health", &http_get(&url, "/health").await.body);
     no_password_in("readyz", &http_get(&url, "/readyz?verbose").await.body);

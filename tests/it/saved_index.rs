@@ -4,14 +4,14 @@
 use std::{fs, path::Path};
 
 use orlop_wire::proto::client::etcdserverpb::{
-    CompactionRequest, DeleteRangeRequest, HashKvRequest, PutRequest, RangeRequest, RequestOp, TxnRequest,
+    CompactionRequest, DeleteRangeRequest, HashKvRequest, RangeRequest, RequestOp, SnapshotRequest, TxnRequest,
     request_op::Request,
 };
 use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
 use tempfile::TempDir;
 
 use crate::support::{
-    Backend, Client, Place, Postgres, Server, all, database_name, eventually, on_both_backends, prints,
+    self, Backend, Client, Place, Postgres, Server, all, database_name, eventually, on_both_backends, prints, range,
 };
 
 const LARGE: [&str; 4] = ["--max-txn-ops", "1000", "--log-level", "info"];
@@ -21,8 +21,7 @@ const SAVED: &str = "index saved";
 const TXNS: usize = 105;
 
 fn put(key: String, value: usize) -> RequestOp {
-    let put = PutRequest { key: key.into(), value: value.to_string().into(), ..Default::default() };
-    RequestOp { request: Some(Request::RequestPut(put)) }
+    RequestOp { request: Some(Request::RequestPut(support::put(key, value.to_string()))) }
 }
 
 async fn write(client: &mut Client, ops: impl IntoIterator<Item = RequestOp>) {
@@ -61,8 +60,7 @@ async fn shown(server: &Server) -> Shown {
         let hash = client.maintenance.hash_kv(HashKvRequest { revision }).await.expect("a hash").into_inner();
         hashes.push((hash.hash, hash.compact_revision));
     }
-    let (key, range_end) = ("k/0500".into(), "k/0502".into());
-    let old = RangeRequest { key, range_end, revision: head - 1, ..Default::default() };
+    let old = RangeRequest { revision: head - 1, ..range("k/0500", "k/0502") };
     let old = client.kv.range(old).await.expect("a range").into_inner().kvs;
     Shown {
         head,
@@ -313,6 +311,37 @@ async fn one_of_several_instances_saves_the_index_for_all() {
         assert_eq!(loaded(server), 2, "{}", server.log_tail());
         assert_eq!(shown(server).await, before);
     }
+}
+
+/// Postgres logs a connection that is closed in a transaction, and counts each session that is not ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sessions_of_saved_indexes_snapshots_and_starts_are_ended() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let version = postgres.psql("postgres", "SHOW server_version_num");
+    if version.parse::<u32>().expect("a number") < 140_000 {
+        return; // It does not count them.
+    }
+    let endpoint = postgres.create_database();
+    let database = database_name(&endpoint);
+    let server = Server::orlop_on(&endpoint, &LARGE).await;
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    eventually("the index is saved", async || if server.log().contains(SAVED) { Ok(()) } else { Err("not saved") })
+        .await;
+    let mut snapshot = client.maintenance.snapshot(SnapshotRequest {}).await.expect("a stream").into_inner();
+    while snapshot.message().await.expect("a part").is_some() {}
+    let other = Server::orlop_on(&endpoint, &LARGE).await;
+    assert_eq!(loaded(&other), 1, "{}", other.log_tail());
+    let open = format!(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = '{database}' AND state LIKE 'idle in transaction%'"
+    );
+    eventually("the end of all transactions", async || match postgres.psql("postgres", &open) {
+        open if open == "0" => Ok(()),
+        open => Err(open),
+    })
+    .await;
+    let abandoned = format!("SELECT sessions_abandoned FROM pg_stat_database WHERE datname = '{database}'");
+    assert_eq!(postgres.psql("postgres", &abandoned), "0");
 }
 
 on_both_backends!(newer_rows_are_read_from_the_log_after_a_crash,);

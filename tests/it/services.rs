@@ -4,7 +4,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     AuthDisableRequest, AuthEnableRequest, AuthRoleDeleteRequest, AuthRoleGetRequest, AuthRoleListRequest,
     AuthStatusRequest, AuthUserDeleteRequest, AuthUserGetRequest, AuthUserGrantRoleRequest, AuthUserListRequest,
     AuthenticateRequest, DowngradeRequest, MemberAddRequest, MemberListRequest, MemberPromoteRequest,
-    MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, PutRequest, StatusRequest, auth_client::AuthClient,
+    MemberRemoveRequest, MemberUpdateRequest, MoveLeaderRequest, StatusRequest, auth_client::AuthClient,
     downgrade_request::DowngradeAction,
 };
 use tokio::time::timeout;
@@ -15,7 +15,7 @@ use crate::support::{Backend, Client, DEADLINE, Server, on_both_backends};
 async fn status_names_a_leader_a_version_and_sizes(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    client.put("k", "").await;
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
     let header = status.header.expect("a header");
     assert!(header.cluster_id != 0 && header.member_id != 0 && header.raft_term != 0);
@@ -180,8 +180,7 @@ async fn health_streams_end_when_the_server_stops(backend: Backend) {
 async fn zero_concurrent_streams_mean_no_limit(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &["--max-concurrent-streams", "0"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let put = client.kv.put(PutRequest { key: "k".into(), ..Default::default() });
-    timeout(DEADLINE, put).await.expect("the call does not hang").expect("a put");
+    timeout(DEADLINE, client.put("k", "")).await.expect("the call does not hang");
 }
 
 on_both_backends!(

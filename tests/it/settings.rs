@@ -4,7 +4,7 @@ use std::fs;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use orlop_wire::proto::client::etcdserverpb::{
-    MemberListRequest, PutRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, request_op::Request,
+    MemberListRequest, RangeRequest, RequestOp, StatusRequest, TxnRequest, request_op::Request,
 };
 use serde_json::json;
 use tonic::Code;
@@ -12,22 +12,14 @@ use tonic::Code;
 use crate::{
     hostile::wire::{ACK, PING, SETTINGS, Wire, frame},
     start::run,
-    support::{Backend, Client, Place, Server, eventually, http, on_both_backends, text},
+    support::{Backend, Client, Place, Server, eventually, get, http, on_both_backends, put, text},
 };
-
-fn get(revision: i64) -> RangeRequest {
-    RangeRequest { key: "k".into(), revision, ..Default::default() }
-}
-
-fn put(value: Vec<u8>) -> PutRequest {
-    PutRequest { key: "k".into(), value: value.into(), ..Default::default() }
-}
 
 /// Puts a key five times: the revisions 2 to 6.
 async fn put_five_times(server: &Server) {
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..5 {
-        client.kv.put(put(vec![number])).await.expect("a put");
+        client.put("k", [number]).await;
     }
 }
 
@@ -48,7 +40,7 @@ async fn flags_override_variables_and_variables_override_the_file() {
     assert_eq!(list.members[0].client_ur_ls, [server.endpoint()]);
     let status = client.maintenance.status(StatusRequest {}).await.expect("a status").into_inner();
     assert_eq!(status.db_size_quota, 12_345_678, "the file's");
-    let op = RequestOp { request: Some(Request::RequestRange(get(0))) };
+    let op = RequestOp { request: Some(Request::RequestRange(get("k"))) };
     let txn = |ops: usize| TxnRequest { success: vec![op.clone(); ops], ..Default::default() };
     client.kv.txn(txn(2)).await.expect("two operations are as many as the variable allows");
     let refused = client.kv.txn(txn(3)).await.expect_err("three operations are more than the variable allows");
@@ -78,15 +70,28 @@ fn manual_page_and_completions_name_every_setting() {
     }
 }
 
+#[test]
+fn reference_has_a_row_for_every_setting() {
+    let page = include_str!("../../docs/reference/configuration.md");
+    let names = page.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    let rows: Vec<&str> = names.flat_map(|names| names.split(", ")).collect();
+    let settings = serde_json::to_value(orlop::config::Settings::default()).expect("settings have a form in JSON");
+    let settings = settings.as_object().expect("settings have names");
+    assert!(settings.contains_key("max-txn-ops"), "{settings:?}");
+    let missing: Vec<_> = settings.keys().filter(|name| !rows.contains(&format!("`{name}`").as_str())).collect();
+    assert!(missing.is_empty(), "docs/reference/configuration.md has no row for {missing:?}");
+}
+
 /// Waits until a revision is compacted, and checks that a later one is not.
 async fn compacted(server: &Server, revision: i64, kept: i64) {
     let mut client = Client::connect(server.endpoint()).await;
-    eventually("a compaction", async || match client.clone().kv.range(get(revision)).await {
+    let at = |revision| RangeRequest { revision, ..get("k") };
+    eventually("a compaction", async || match client.clone().kv.range(at(revision)).await {
         Err(refused) if refused.message() == "etcdserver: mvcc: required revision has been compacted" => Ok(()),
         found => Err(format!("{found:?}")),
     })
     .await;
-    client.kv.range(get(kept)).await.expect("a later revision");
+    client.kv.range(at(kept)).await.expect("a later revision");
 }
 
 async fn revisions_are_compacted_after_their_time(backend: Backend) {
@@ -117,7 +122,7 @@ async fn requests_may_be_as_long_as_is_set(backend: Backend) {
     ] {
         let value = vec![b'v'; bytes];
         let body = json!({ "key": BASE64_STANDARD.encode("k"), "value": BASE64_STANDARD.encode(&value) });
-        let (found, message) = match client.kv.put(put(value)).await {
+        let (found, message) = match client.kv.put(put("k", value)).await {
             Ok(_) => (Code::Ok, String::new()),
             Err(refused) => (refused.code(), refused.message().to_owned()),
         };

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    DefragmentRequest, LeaseGrantRequest, MemberListRequest, PutRequest, RangeRequest, StatusRequest,
+    DefragmentRequest, LeaseGrantRequest, MemberListRequest, RequestOp, StatusRequest, TxnRequest, request_op::Request,
 };
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _, PgConnection, sqlite::SqliteConnectOptions};
 use tokio::{
@@ -12,11 +12,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use crate::support::{Client, Postgres, Server, database_name, eventually};
-
-fn put(key: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: "value".into(), ..Default::default() }
-}
+use crate::support::{Client, Postgres, Server, Stream, database_name, eventually, everything, get, put};
 
 /// Stops a server and starts it again beside `until_ready`.
 async fn restarted(mut server: Server, until_ready: impl Future<Output = ()>) -> Server {
@@ -55,7 +51,7 @@ async fn start_waits_for_a_lock_on_a_table() {
         other.close().await.expect("the lock is released");
     })
     .await;
-    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("key", "value").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -78,7 +74,7 @@ async fn start_waits_for_free_connections() {
         .await;
         assert!(server.log().contains("too many connections for role"), "{}", server.log());
     }
-    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("key", "value").await;
 }
 
 /// A managed service makes a database read-only while its disk is nearly full.
@@ -101,7 +97,7 @@ async fn start_waits_until_the_database_accepts_writes() {
         postgres.psql("postgres", &format!("ALTER ROLE {role} RESET default_transaction_read_only"));
     })
     .await;
-    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("key", "value").await;
 }
 
 /// The pool would keep the connections that it has, because each heartbeat uses one.
@@ -111,9 +107,8 @@ async fn lost_connection_is_replaced_by_an_unused_one_of_the_pool_at_the_limit()
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let role = database_name(server.datastore().expect("Postgres")).to_owned();
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("key")).await.expect("a put");
-    let range = || RangeRequest { key: "key".into(), ..Default::default() };
-    client.kv.range(range()).await.expect("a range");
+    client.put("key", "value").await;
+    client.kv.range(get("key")).await.expect("a range");
     let of_role = |what: &str, query: &str| {
         let sql = format!("SELECT {what} FROM pg_stat_activity WHERE usename = '{role}' AND query LIKE '{query}'");
         postgres.psql("postgres", &sql)
@@ -133,7 +128,7 @@ async fn lost_connection_is_replaced_by_an_unused_one_of_the_pool_at_the_limit()
     let ended = format!("SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = {lost})");
     eventually("its end", async || if postgres.psql("postgres", &ended) == "t" { Ok(()) } else { Err("it exists") })
         .await;
-    eventually("a read", async || client.clone().kv.range(range()).await).await;
+    eventually("a read", async || client.clone().kv.range(get("key")).await).await;
     let log = server.log();
     assert!(
         log.contains("the database has no free connection") && log.contains("too many connections for role"),
@@ -152,7 +147,7 @@ async fn plans_of_a_small_table_do_not_read_a_large_one() {
     }
     let mut client = Client::connect(server.endpoint()).await;
     let grant = || LeaseGrantRequest { ttl: 600, ..Default::default() };
-    client.kv.put(put("first")).await.expect("a put");
+    client.put("first", "value").await;
     client.lease.lease_grant(grant()).await.expect("a lease");
     client.maintenance.defragment(DefragmentRequest {}).await.expect("a defragmentation");
     postgres.psql(&database, &format!("ANALYZE {database}.kv_log, {database}.lease"));
@@ -165,13 +160,50 @@ async fn plans_of_a_small_table_do_not_read_a_large_one() {
     let before = scans();
     let mut client = Client::connect(server.endpoint()).await;
     for index in 0..200 {
-        client.kv.put(put(&index.to_string())).await.expect("a put");
+        client.put(index.to_string(), "value").await;
         let id = client.lease.lease_grant(grant()).await.expect("a lease").into_inner().id;
         client.lease.lease_grant(LeaseGrantRequest { id, ..grant() }).await.expect_err("it exists");
     }
     drop(restarted(server, async {}).await);
     let made = scans() - before;
     assert!(made < 20, "{made} reads of a whole table for 200 puts and leases");
+}
+
+/// Such as after a restore. Postgres would choose bitmap scans, which read all rows of a range for each page of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pages_of_tables_without_statistics_are_read_in_order() {
+    const TXNS: u64 = 500;
+    const TXN_KEYS: u64 = 100;
+    let Some(postgres) = Postgres::shared().await else { return };
+    let mut server = Server::orlop_on(&postgres.create_database(), &[]).await;
+    let database = database_name(server.datastore().expect("Postgres")).to_owned();
+    for table in ["kv_log", "kv_log_more"] {
+        postgres.psql(&database, &format!("ALTER TABLE {database}.{table} SET (autovacuum_enabled = off)"));
+    }
+    let mut client = Client::connect(server.endpoint()).await;
+    let mut revision = 0;
+    for _ in 0..TXNS {
+        let puts =
+            (0..TXN_KEYS).map(|key| RequestOp { request: Some(Request::RequestPut(put(key.to_string(), "value"))) });
+        let txn = TxnRequest { success: puts.collect(), ..Default::default() };
+        let written = client.kv.txn(txn).await.expect("a transaction").into_inner();
+        revision = written.header.expect("a header").revision;
+    }
+    let mut stream = Stream::open(&mut client).await;
+    stream.create(everything(2)).await;
+    stream.read_until(revision).await;
+    // A server counts when its connections end.
+    assert!(server.terminate().await.success());
+    // A bitmap scan counts the entries that it reads, and no rows.
+    let reads = "SELECT sum(idx_tup_read), sum(idx_tup_fetch) FROM pg_stat_user_indexes WHERE relname LIKE 'kv\\_log%'";
+    let (entries, rows) = eventually("the counts", async || {
+        let counts = postgres.psql(&database, reads);
+        let (entries, rows) = counts.split_once('|').expect("two columns");
+        let count = |text: &str| text.parse::<u64>().expect("a number");
+        if count(entries) >= TXNS * TXN_KEYS { Ok((count(entries), count(rows))) } else { Err(counts) }
+    })
+    .await;
+    assert!(entries < rows + 1_000, "{} entries were read by bitmap scans", entries - rows);
 }
 
 /// A pooler or an administrator closes what nobody uses. Nothing was written on it, so no write may fail.
@@ -181,7 +213,7 @@ async fn connection_that_was_closed_while_unused_is_replaced() {
     let server = Server::orlop_on(&postgres.create_database(), &[]).await;
     let database = database_name(server.datastore().expect("Postgres")).to_owned();
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("before")).await.expect("a put");
+    client.put("before", "value").await;
     // The time after which a connection counts as unused.
     sleep(Duration::from_secs(10)).await;
     let of_writes = |what: &str| {
@@ -193,7 +225,7 @@ async fn connection_that_was_closed_while_unused_is_replaced() {
     };
     assert_eq!(of_writes("count(pg_terminate_backend(pid))"), "1");
     eventually("its end", async || if of_writes("count(*)") == "0" { Ok(()) } else { Err("it exists") }).await;
-    client.kv.put(put("after")).await.expect("a put");
+    client.put("after", "value").await;
 }
 
 /// The login role acts as the owner, as after a rotation of the password: its sessions cannot see what the others execute.
@@ -245,7 +277,7 @@ async fn clients_that_list_the_members_share_heartbeats() {
     assert!(beats < 250, "{beats} heartbeats for {LISTS} lists");
 }
 
-/// A status needs no user, either, and contains the size of the database.
+/// While Auth is disabled, a status needs no user, either. It contains the size of the database.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_ask_for_the_status_share_a_connection() {
     const STARTED: &str = "grpc_server_started_total\
@@ -288,12 +320,12 @@ async fn write_waits_for_another_process_on_sqlite() {
     let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database exists");
     other.execute("BEGIN IMMEDIATE").await.expect("the lock is free");
     let mut client = Client::connect(server.endpoint()).await;
-    let write = tokio::spawn(async move { client.kv.put(put("key")).await });
+    let write = tokio::spawn(async move { client.put("key", "value").await });
     eventually("an attempt that failed", async || {
         let log = server.log();
         if log.contains("another process writes to it") { Ok(()) } else { Err(log) }
     })
     .await;
     other.close().await.expect("the lock is released");
-    write.await.expect("no panic").expect("a put");
+    write.await.expect("a put");
 }

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use orlop_wire::proto::client::etcdserverpb::{
-    LeaseKeepAliveRequest, PutRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest,
-    WatchProgressRequest, WatchRequest, request_op::Request, watch_request::RequestUnion,
+    LeaseKeepAliveRequest, RequestOp, TxnRequest, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest,
+    WatchRequest, request_op::Request, watch_request::RequestUnion,
 };
 use tokio::{
     sync::mpsc,
@@ -14,13 +14,7 @@ use tokio::{
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Code;
 
-use crate::support::{Backend, Client, DEADLINE, Server, Stream, everything, on_both_backends};
-
-async fn put(client: &mut Client, key: &str, value: Vec<u8>) -> i64 {
-    let put = PutRequest { key: key.to_owned().into(), value: value.into(), ..Default::default() };
-    let answer = client.kv.put(put).await.expect("the server takes a put").into_inner();
-    answer.header.expect("an answer has a header").revision
-}
+use crate::support::{Backend, Client, DEADLINE, Server, Stream, everything, on_both_backends, put};
 
 async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
     const PUTS: i64 = 16_000;
@@ -40,7 +34,7 @@ async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
         let mut client = client.clone();
         writers.push(tokio::spawn(async move {
             for _ in 0..PUTS / 16 {
-                put(&mut client, "k", vec![b'v'; 1024]).await;
+                client.put("k", vec![b'v'; 1024]).await;
             }
         }));
     }
@@ -52,7 +46,7 @@ async fn slow_watcher_loses_no_events_and_delays_no_other(backend: Backend) {
     assert!(fast == expected, "the fast watcher gets each event once, in order");
 
     // The slow stream gets further events while it reads.
-    let last = put(&mut client, "k", Vec::new()).await;
+    let last = client.put("k", "").await;
     let slow = slow.read_until(last).await;
     assert!(slow == (2..=last).collect::<Vec<_>>(), "the slow watcher gets each event once, in order");
 }
@@ -61,7 +55,7 @@ async fn progress_is_answered_after_the_events_that_it_covers(backend: Backend) 
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..3_000 {
-        put(&mut client, "k", vec![b'v'; 512]).await;
+        client.put("k", vec![b'v'; 512]).await;
     }
     let mut stream = Stream::open(&mut client).await;
     // The watch has 3,000 revisions to catch up on when progress is requested.
@@ -89,7 +83,7 @@ async fn requests_do_not_delay_catching_up(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..PUTS {
-        put(&mut client, "k", vec![b'v'; 4_096]).await;
+        client.put("k", vec![b'v'; 4_096]).await;
     }
     let mut stream = Stream::open(&mut client).await;
     let requests = stream.requests.clone().expect("the stream is open");
@@ -110,11 +104,7 @@ async fn fragments_split_one_revision(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let pair = |value: u8| {
-        let put = |key: &str| PutRequest {
-            key: key.to_owned().into(),
-            value: vec![value; 700_000].into(),
-            ..Default::default()
-        };
+        let put = |key: &str| put(key, vec![value; 700_000]);
         let success = ["a", "b"].map(|key| RequestOp { request: Some(Request::RequestPut(put(key))) });
         TxnRequest { success: success.to_vec(), ..Default::default() }
     };
@@ -138,7 +128,7 @@ async fn catching_up_in_fragments_takes_one_response(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..VALUES {
-        put(&mut client, "k", vec![b'v'; 1 << 20]).await;
+        client.put("k", vec![b'v'; 1 << 20]).await;
     }
     let mut stream = Stream::open(&mut client).await;
     stream.create(WatchCreateRequest { fragment: true, ..everything(1) }).await;
@@ -154,7 +144,7 @@ async fn client_that_closed_its_sending_half_still_gets_events(backend: Backend)
     let mut stream = Stream::open(&mut client).await;
     stream.create(everything(0)).await;
     stream.requests = None;
-    let revision = put(&mut client, "k", b"v".to_vec()).await;
+    let revision = client.put("k", "v").await;
     assert_eq!(stream.read_until(revision).await, [revision]);
 }
 
@@ -189,7 +179,7 @@ async fn idle_watch_receives_progress_notifications(backend: Backend) {
         return;
     };
     let mut client = Client::connect(server.endpoint()).await;
-    let revision = put(&mut client, "other", Vec::new()).await;
+    let revision = client.put("other", "").await;
     let mut stream = Stream::open(&mut client).await;
     let watch = WatchCreateRequest { key: "k".into(), progress_notify: true, ..Default::default() };
     let id = stream.create(watch).await.watch_id;

@@ -15,9 +15,8 @@ use std::{
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        CompactionRequest, DeleteRangeRequest, HashKvRequest, HashRequest, LeaseGrantRequest, LeaseLeasesRequest,
-        LeaseRevokeRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, SnapshotRequest, TxnRequest,
-        request_op::Request,
+        CompactionRequest, HashKvRequest, HashRequest, LeaseGrantRequest, LeaseLeasesRequest, LeaseRevokeRequest,
+        LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp, SnapshotRequest, TxnRequest, request_op::Request,
     },
     mvccpb::KeyValue,
 };
@@ -25,8 +24,8 @@ use tempfile::TempDir;
 use tokio::task::JoinSet;
 
 use crate::support::{
-    Backend, Client, Postgres, Random, Server, all, database_name, etcd_tool, eventually, on_both_backends, orlop,
-    prints, run, skip,
+    Backend, Client, Postgres, Random, Server, all, database_name, delete, etcd_tool, eventually, get,
+    on_both_backends, orlop, prints, put, run, skip,
 };
 
 const WRITERS: u64 = 4;
@@ -92,17 +91,12 @@ async fn hash_of_all(client: &mut Client) -> u32 {
 }
 
 async fn cluster(client: &mut Client) -> u64 {
-    let range = RangeRequest { key: "k".into(), ..Default::default() };
-    client.kv.range(range).await.expect("a range").into_inner().header.expect("a header").cluster_id
+    client.kv.range(get("k")).await.expect("a range").into_inner().header.expect("a header").cluster_id
 }
 
 async fn leases(client: &mut Client) -> BTreeSet<i64> {
     let listed = client.lease.lease_leases(LeaseLeasesRequest {}).await.expect("leases").into_inner().leases;
     listed.into_iter().map(|lease| lease.id).collect()
-}
-
-pub fn put(key: String, value: Vec<u8>, lease: i64) -> PutRequest {
-    PutRequest { key: key.into(), value: value.into(), lease, ..Default::default() }
 }
 
 /// Sends puts, deletes, transactions, leases and compactions until `stop` is set. Counts the requests in `done`.
@@ -117,14 +111,11 @@ pub async fn write(
     while !stop.load(Ordering::Relaxed) {
         let key = format!("key/{}", random.below(200));
         match random.weighted(&[60, 15, 15, 5, 3, 1]) {
-            0 => drop(client.kv.put(put(key, vec![7; random.below(3_000)], 0)).await.expect("a put")),
-            1 => {
-                let delete = DeleteRangeRequest { key: key.into(), ..Default::default() };
-                client.kv.delete_range(delete).await.expect("a delete");
-            }
+            0 => drop(client.kv.put(put(key, vec![7; random.below(3_000)])).await.expect("a put")),
+            1 => drop(client.kv.delete_range(delete(key)).await.expect("a delete")),
             2 => {
                 let puts = [key, format!("txn/{}", random.below(50)), format!("txn/{}", 50 + random.below(50))];
-                let success = puts.map(|key| RequestOp { request: Some(Request::RequestPut(put(key, vec![8], 0))) });
+                let success = puts.map(|key| RequestOp { request: Some(Request::RequestPut(put(key, [8]))) });
                 let txn = TxnRequest { success: success.to_vec(), ..Default::default() };
                 client.kv.txn(txn).await.expect("a transaction");
             }
@@ -132,7 +123,8 @@ pub async fn write(
                 let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 5_000, id: 0 }).await;
                 let granted = granted.expect("a lease").into_inner();
                 leases.granted.insert(granted.id, granted.header.expect("a header").revision);
-                client.kv.put(put(format!("leased/{:x}", granted.id), vec![9], granted.id)).await.expect("a put");
+                let put = PutRequest { lease: granted.id, ..put(format!("leased/{:x}", granted.id), [9]) };
+                client.kv.put(put).await.expect("a put");
             }
             4 => {
                 let id = leases.granted.keys().copied().find(|id| !leases.revoked.contains_key(id));
@@ -141,7 +133,7 @@ pub async fn write(
                 leases.revoked.insert(id, revoked.into_inner().header.expect("a header").revision);
             }
             _ => {
-                let head = client.kv.range(RangeRequest { key: "k".into(), ..Default::default() }).await;
+                let head = client.kv.range(get("k")).await;
                 let revision = head.expect("a range").into_inner().header.expect("a header").revision - 50;
                 // This fails if another writer has compacted at a later revision.
                 let _ = client.kv.compact(CompactionRequest { revision, physical: false }).await;
@@ -192,7 +184,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
 
     assert_eq!(pairs(&mut theirs, 0).await, pairs(&mut theirs, revision).await, "the head is the snapshot's");
     // The source may have been compacted at a later revision since. If not, both stores must have the same pairs.
-    if let Ok(range) = ours.kv.range(RangeRequest { key: "k".into(), revision, ..Default::default() }).await {
+    if let Ok(range) = ours.kv.range(RangeRequest { revision, ..get("k") }).await {
         drop(range);
         assert_eq!(pairs(&mut theirs, revision).await, pairs(&mut ours, revision).await);
     }
@@ -220,8 +212,7 @@ async fn snapshot_under_load_is_consistent(backend: Backend) {
     assert_eq!(leases(&mut back).await, leases(&mut theirs).await);
     assert_eq!(hash_of_all(&mut back).await, hash_of_all(&mut theirs).await);
     assert_eq!(hash(&mut back, 0).await, hash(&mut theirs, 0).await);
-    let next = back.kv.put(put("new".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
-    assert_eq!(next.header.expect("a header").revision, revision + 1);
+    assert_eq!(back.put("new", "").await, revision + 1);
     let clusters = BTreeSet::from([cluster(&mut ours).await, cluster(&mut theirs).await, cluster(&mut back).await]);
     assert_eq!(clusters.len(), 3, "each store has its own cluster id");
 }
@@ -244,7 +235,7 @@ async fn empty_and_small_stores_are_saved_by_etcdctl(backend: Backend) {
         if let Some(copy) = restored(backend, &file, home.path()).await {
             assert_eq!(pairs(&mut Client::connect(copy.endpoint()).await, 0).await.len(), keys);
         }
-        client.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+        client.put("a", [1]).await;
     }
 }
 
@@ -264,7 +255,7 @@ fn check_refused(arguments: &[&str], because: &[&str]) {
 async fn incomplete_snapshots_are_refused() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("a".to_owned(), vec![1; 100_000], 0)).await.expect("a put");
+    client.put("a", vec![1; 100_000]).await;
     let home = TempDir::new().expect("a folder");
     let whole = fs::read(save(&mut client, home.path()).await).expect("a file can be read");
     let file = home.path().join("given.db");
@@ -367,10 +358,10 @@ async fn copied_file_with_a_wal_is_refused() {
     use sqlx::{ConnectOptions as _, Connection as _, sqlite::SqliteConnectOptions};
     let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     // The first key is in the file, the second in its WAL.
-    Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("a", [1]).await;
     server.terminate().await;
     server.restart().await;
-    Client::connect(server.endpoint()).await.kv.put(put("b".to_owned(), vec![1], 0)).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("b", [1]).await;
     server.kill();
     let home = TempDir::new().expect("a folder");
     let file = home.path().join("copied.db");
@@ -410,7 +401,7 @@ async fn restore_into_a_used_postgres_is_refused() {
     {
         let mut server = Server::orlop_on(&datastore, &["--name", "alice"]).await;
         check_refused(&restore, &["used by instance alice"]);
-        Client::connect(server.endpoint()).await.kv.put(put("a".to_owned(), vec![1], 0)).await.expect("a put");
+        Client::connect(server.endpoint()).await.put("a", [1]).await;
         server.terminate().await;
     }
     check_refused(&restore, &["already contains a log"]);

@@ -18,7 +18,7 @@ use tonic::Code;
 
 use crate::{
     hostile::{streams::unread_responses, wire},
-    support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, on_both_backends},
+    support::{Backend, Client, DEADLINE, Server, Stream, eventually, everything, on_both_backends, put, range},
 };
 
 const LEASE: i64 = 7;
@@ -33,23 +33,19 @@ const OBSERVERS: usize = 12;
 /// Published values of a MB. Most of them are not in the outboxes, but are read from the log.
 const VALUES: usize = 24;
 
-fn put(key: String, value: Vec<u8>) -> PutRequest {
-    PutRequest { key: key.into(), value: value.into(), ..Default::default() }
-}
-
 fn all() -> RangeRequest {
-    RangeRequest { key: "k/".into(), range_end: "k0".into(), ..Default::default() }
+    range("k/", "k0")
 }
 
 /// Puts the keys, and changes one key as often.
 async fn fill(client: &mut Client) {
     for first in (0..KEYS).step_by(OPS) {
-        let puts = (first..first + OPS).map(|number| put(format!("k/{number:04}"), b"value".to_vec()));
+        let puts = (first..first + OPS).map(|number| put(format!("k/{number:04}"), "value"));
         let success = puts.map(|put| RequestOp { request: Some(Request::RequestPut(put)) }).collect();
         client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("keys are put");
     }
     for _ in 0..KEYS {
-        client.kv.put(put("one".to_owned(), b"value".to_vec())).await.expect("a put");
+        client.put("one", "value").await;
     }
 }
 
@@ -75,7 +71,7 @@ async fn serves_others_and_stops(server: &mut Server, client: &mut Client, keys:
         let request = stream::iter([LeaseKeepAliveRequest { id: LEASE }]);
         let mut renewed = client.lease.lease_keep_alive(request).await.expect("a stream").into_inner();
         assert_eq!(renewed.message().await.expect("an answer").expect("an answer").ttl, TTL);
-        client.kv.put(put("other".to_owned(), Vec::new())).await.expect("a put");
+        client.put("other", "").await;
     };
     timeout(DEADLINE, others).await.expect("others are served in time");
     assert!(server.terminate().await.success());
@@ -121,7 +117,7 @@ async fn observers_that_stall_use_no_connections(backend: Backend) {
     }
     for number in 0..VALUES {
         let value = vec![u8::try_from(number).expect("there are few"); 1_000_000];
-        let put = PutRequest { key: leader.key.clone(), value: value.into(), lease: LEASE, ..Default::default() };
+        let put = PutRequest { lease: LEASE, ..put(&leader.key, value) };
         client.kv.put(put).await.expect("a put");
     }
     for _ in 0..VALUES / 2 {
@@ -139,7 +135,7 @@ async fn snapshot_ends_when_the_server_stops(backend: Backend) {
     let Some(mut server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..VALUES {
-        client.kv.put(put(format!("k/{number}"), vec![b'v'; 1_000_000])).await.expect("a put");
+        client.put(format!("k/{number}"), vec![b'v'; 1_000_000]).await;
     }
     let mut watch = Stream::open(&mut client).await;
     watch.create(everything(0)).await;

@@ -8,11 +8,10 @@ use std::{
     process::{Output, Stdio},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use rustix::process::Signal;
 
 use crate::support::{
-    Backend, Client, DEADLINE, Disk, Lines, Place, Server, Started, ended, orlop, orlop_program, run_within,
+    Backend, Client, DEADLINE, Disk, Lines, Place, Server, Started, ended, get, orlop, orlop_program, run_within,
     send_signal,
 };
 
@@ -272,7 +271,7 @@ async fn second_process_on_the_same_data_is_refused() {
     );
     // The first server continues to run.
     let mut client = Client::connect(server.endpoint()).await;
-    assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
+    client.put("k", "").await;
 
     let port = server.endpoint();
     check_refused(&["--listen-client-urls", port], &[], &[port, "in use"]);
@@ -289,13 +288,12 @@ async fn wal_is_preallocated() {
     let index_bytes = std::os::unix::fs::MetadataExt::blocks(&index) * 512;
     assert!(index_bytes >= 128 << 10, "{index_bytes} bytes");
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.expect("a put");
+    client.put("k", "").await;
     server.kill();
     server.restart().await;
     assert!(blocks() >= 48 << 20, "{} bytes", blocks());
     let mut client = Client::connect(server.endpoint()).await;
-    let range = RangeRequest { key: "k".into(), ..Default::default() };
-    assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 1);
+    assert_eq!(client.kv.range(get("k")).await.expect("a range").into_inner().count, 1);
 }
 
 /// Otherwise a server that needs little space would raise NOSPACE.
@@ -367,7 +365,7 @@ async fn unix_socket_serves_and_is_replaced_after_a_kill() {
     let mut server = sqlite(&["--listen-client-urls", &url]).await;
     for _ in 0..2 {
         let mut client = Client::connect(&url).await;
-        assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
+        client.put("k", "").await;
         server.kill();
         server.restart().await;
     }
@@ -380,7 +378,7 @@ async fn unix_socket_of_a_running_server_is_not_replaced() {
     let _server = sqlite(&["--listen-client-urls", &url]).await;
     check_refused(&["--listen-client-urls", &url], &[], &[&url, "in use"]);
     let mut client = Client::connect(&url).await;
-    assert!(client.kv.put(PutRequest { key: "k".into(), ..Default::default() }).await.is_ok());
+    client.put("k", "").await;
 }
 
 /// systemd waits in this way with `Type=notify`.

@@ -28,12 +28,11 @@ use std::{
     time::Duration,
 };
 
-use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use tokio::time::Instant;
 
 pub use self::{
     certificates::{Authority, Certificate},
-    client::{Client, Connection},
+    client::{Client, Connection, all, delete, get, put, range},
     cluster::{Cluster, Replication},
     disk::Disk,
     http::{Answer, http, http_bytes, http_get, http_with},
@@ -145,9 +144,4 @@ pub fn seed() -> u64 {
 /// Returns a path as an argument of a command.
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("a temporary path is text")
-}
-
-/// Returns a request for all pairs.
-pub fn all() -> RangeRequest {
-    RangeRequest { key: "\0".into(), range_end: "\0".into(), ..Default::default() }
 }

@@ -14,23 +14,17 @@ use opentelemetry_proto::tonic::{
     common::v1::{KeyValue, any_value::Value},
     trace::v1::Span,
 };
-use orlop_wire::proto::client::etcdserverpb::{
-    DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, request_op::Request as Op,
-};
+use orlop_wire::proto::client::etcdserverpb::{RequestOp, TxnRequest, request_op::Request as Op};
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, transport};
 
-use crate::support::{Backend, Client, Server, eventually, on_both_backends};
+use crate::support::{Backend, Client, Server, delete, eventually, get, on_both_backends, put, range};
 
 const VALUE: &str = "a value that is never logged";
 /// With this flag the server treats every request as slow.
 const SLOW: [&str; 2] = ["--warning-unary-request-duration", "1ns"];
-
-fn put(key: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: VALUE.into(), ..Default::default() }
-}
 
 /// Returns the log lines about slow requests of one method.
 async fn slow(server: &Server, method: &str) -> Vec<serde_json::Value> {
@@ -48,15 +42,12 @@ async fn slow_requests_are_logged_with_the_time_of_each_part(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..2 {
-        client.kv.put(put("key/1")).await.expect("a put");
+        client.put("key/1", VALUE).await;
     }
-    let range = RangeRequest { key: "key/".into(), range_end: "key0".into(), ..Default::default() };
-    client.kv.range(range).await.expect("a range");
-    let txn =
-        TxnRequest { success: vec![RequestOp { request: Some(Op::RequestPut(put("key/2"))) }], ..Default::default() };
-    client.kv.txn(txn).await.expect("a transaction");
-    let delete = DeleteRangeRequest { key: "key/2".into(), ..Default::default() };
-    client.kv.delete_range(delete).await.expect("a delete");
+    client.kv.range(range("key/", "key0")).await.expect("a range");
+    let success = vec![RequestOp { request: Some(Op::RequestPut(put("key/2", VALUE))) }];
+    client.kv.txn(TxnRequest { success, ..Default::default() }).await.expect("a transaction");
+    client.kv.delete_range(delete("key/2")).await.expect("a delete");
 
     let write = ["queue", "evaluate", "commit", "send"];
     let confirm = if backend == Backend::Postgres { &["confirm"][..] } else { &[] };
@@ -99,10 +90,9 @@ async fn slow_requests_beyond_a_hundred_per_second_are_counted(backend: Backend)
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let client = Client::connect(server.endpoint()).await;
-    let range = RangeRequest { key: "key".into(), ..Default::default() };
     let call = || {
-        let (mut kv, range) = (client.kv.clone(), range.clone());
-        async move { kv.range(range).await.expect("a range") }
+        let mut kv = client.kv.clone();
+        async move { kv.range(get("key")).await.expect("a range") }
     };
     let calls = AtomicU64::new(500);
     join_all((0..500).map(|_| call())).await;
@@ -124,9 +114,8 @@ async fn requests_are_logged_at_debug(backend: Backend) {
         let flags = ["--log-format", "json", "--log-level", level];
         let Some(mut server) = Server::orlop_with(backend, &flags).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
-        client.kv.put(put("key/1")).await.expect("a put");
-        let range = RangeRequest { key: "key/1".into(), ..Default::default() };
-        client.kv.range(range).await.expect("a range");
+        client.put("key/1", VALUE).await;
+        client.kv.range(get("key/1")).await.expect("a range");
         let found = |server: &Server, path: &str| {
             let log = server.log();
             let mut lines = log.lines().map(|line| serde_json::from_str(line).expect("a JSON object"));
@@ -176,7 +165,7 @@ async fn failed_request_reports_its_id(backend: Backend) {
     let flags = [&SLOW[..], &["--log-format", "json"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let refused = client.kv.put(put("")).await.expect_err("a key is needed");
+    let refused = client.kv.put(put("", VALUE)).await.expect_err("a key is needed");
     let id = refused.metadata().get("x-request-id").expect("the error has an id").to_str().expect("text");
     let line = &slow(&server, "etcdserverpb.KV/Put").await[0];
     assert_eq!((line["id"].as_str(), line["code"].as_str()), (Some(id), Some("InvalidArgument")));
@@ -256,13 +245,13 @@ async fn collector_receives_the_spans_of_a_call() {
     let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     for (sampled, key) in [("00", "not this one"), ("01", "key")] {
-        let mut request = Request::new(put(key));
+        let mut request = Request::new(put(key, VALUE));
         let parent = format!("00-{TRACE}-{CALLER}-{sampled}");
         request.metadata_mut().insert("traceparent", parent.parse().expect("text"));
         client.kv.put(request).await.expect("a put");
     }
     // A request without a parent span is not sampled, because the default sampling rate is 0.
-    client.kv.put(put("nor this one")).await.expect("a put");
+    client.put("nor this one", VALUE).await;
     // The server sends the remaining spans before its process ends.
     server.terminate().await;
 
@@ -294,7 +283,7 @@ async fn spans_name_the_service_and_its_instance_at_the_rate_that_is_set() {
     let mut server = Server::orlop_with(Backend::Sqlite, &flags).await.expect("SQLite is built in");
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..3 {
-        client.kv.put(put("key")).await.expect("a put");
+        client.put("key", VALUE).await;
     }
     server.terminate().await;
     let is_put = |span: &Span| span.name == "etcdserverpb.KV/Put";

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::{future::join_all, stream};
 use http::uri::PathAndQuery;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, PutResponse, RangeRequest, WatchCreateRequest};
+use orlop_wire::proto::client::etcdserverpb::{PutRequest, PutResponse, WatchCreateRequest};
 use prost::Message as _;
 use tokio::time::sleep;
 use tonic::{
@@ -17,16 +17,12 @@ use tonic_prost::ProstCodec;
 
 use crate::{
     hostile::wire::{DATA, END_HEADERS, END_STREAM, HEADERS, RST_STREAM, Wire, frame, headers, message},
-    support::{Backend, Client, Server, Stream, eventually, http, on_both_backends},
+    support::{Backend, Client, Server, Stream, eventually, get, http, on_both_backends, put},
 };
 
 const PUT: &str = "/etcdserverpb.KV/Put";
 /// The code CANCEL of HTTP/2.
 const CANCEL: [u8; 4] = [0, 0, 0, 8];
-
-fn put() -> PutRequest {
-    PutRequest { key: "k".into(), value: "v".into(), ..Default::default() }
-}
 
 /// While the server pauses, the deadlines of a client's calls pass. Its watches are on the same connection.
 async fn connection_survives_calls_that_are_cancelled_during_a_pause(backend: Backend) {
@@ -35,7 +31,7 @@ async fn connection_survives_calls_that_are_cancelled_during_a_pause(backend: Ba
     assert!(wire.answers_ping().await);
     server.pause();
     for stream in (1..).step_by(2).take(200) {
-        assert!(wire.call(stream, PUT, &put().encode_to_vec(), END_STREAM).await);
+        assert!(wire.call(stream, PUT, &put("k", "v").encode_to_vec(), END_STREAM).await);
         assert!(wire.send(&frame(RST_STREAM, 0, stream, &CANCEL)).await);
     }
     server.resume();
@@ -58,20 +54,19 @@ async fn watch_survives_refused_requests_on_its_connection(backend: Backend) {
             assert_eq!(refused.expect_err("it is too large").code(), Code::ResourceExhausted);
         }
     }
-    client.kv.put(put()).await.expect("a put");
+    client.put("k", "v").await;
     assert_eq!(stream.next().await.events.len(), 1);
 }
 
 /// A browser sends such a request for any web page, without asking the server first.
 async fn methods_answer_only_grpc(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
-    let body = String::from_utf8(message(&put().encode_to_vec())).expect("the message is ASCII");
+    let body = String::from_utf8(message(&put("k", "v").encode_to_vec())).expect("the message is ASCII");
     for path in [PUT, "/etcdserverpb.Lease/LeaseLeases", "/grpc.health.v1.Health/Check"] {
         assert_eq!(http(server.endpoint(), "POST", path, &body).await.status, 404, "{path}");
     }
     let mut client = Client::connect(server.endpoint()).await;
-    let range = RangeRequest { key: "k".into(), ..Default::default() };
-    assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 0, "nothing is written");
+    assert_eq!(client.kv.range(get("k")).await.expect("a range").into_inner().count, 0, "nothing is written");
 }
 
 async fn grpc(endpoint: &str) -> Grpc<Channel> {
@@ -104,7 +99,7 @@ async fn too_long_messages_have_etcds_error(backend: Backend) {
         ("/orlopb.Insight/Sizes", small),
         ("/grpc.health.v1.Health/Check", small),
     ] {
-        let of = |bytes: usize| PutRequest { value: vec![0; bytes].into(), ..put() };
+        let of = |bytes: usize| put("k", vec![0; bytes]);
         let (long, text) = (of(max), "grpc: received message larger than max");
         let text = format!("{text} ({} vs. {max})", long.encoded_len());
         let refused = put_to(&mut client, path, long).await.unwrap_or_else(|| panic!("{path}: it is too long"));
@@ -129,7 +124,7 @@ async fn unknown_methods_are_named(backend: Backend) {
         ("/grpc.health.v1.Health/Nothing", "unknown method Nothing for service grpc.health.v1.Health"),
         ("/etcdserverpb.Nothing/Put", "unknown service or method"),
     ] {
-        let refused = put_to(&mut client, path, put()).await.expect("an error");
+        let refused = put_to(&mut client, path, put("k", "v")).await.expect("an error");
         assert_eq!((refused.code(), refused.message()), (Code::Unimplemented, text), "{path}");
     }
 }
@@ -141,7 +136,7 @@ async fn time_of_a_call_begins_with_its_whole_request(backend: Backend) {
     let pause = Duration::from_secs(3);
     let late = stream::once(async move {
         sleep(pause).await;
-        put()
+        put("k", "v")
     });
     client.ready().await.expect("a connection");
     let codec = ProstCodec::<PutRequest, PutResponse>::default();
@@ -174,7 +169,7 @@ async fn calls_that_never_arrive_are_not_logged(backend: Backend) {
         assert!(wire.send(&frame(RST_STREAM, 0, stream, &CANCEL)).await);
     }
     assert!(wire.answers_ping().await);
-    Client::connect(server.endpoint()).await.kv.put(put()).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("k", "v").await;
     server.terminate().await;
     let log = server.log();
     assert!(log.contains("etcdserverpb.KV/Put"), "a slow call is logged: {log}");

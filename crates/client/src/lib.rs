@@ -49,6 +49,15 @@ pub fn describe(status: &tonic::Status) -> String {
     text
 }
 
+/// Returns what to do about a request that needs any user and was sent without one; an empty text for other errors.
+pub fn hint_at_user(status: &tonic::Status) -> &'static str {
+    if status.message().contains("user name is empty") {
+        "; log in: --user, or the variables ETCDCTL_USER and ETCDCTL_PASSWORD"
+    } else {
+        ""
+    }
+}
+
 /// Returns what to do about an error of the server's Auth in a request that only the role root may send; an empty text for
 /// other errors.
 pub fn hint_at_root(status: &tonic::Status) -> &'static str {

@@ -81,7 +81,7 @@ pub struct Meta {
     pub source: Option<u64>,
 }
 
-/// Identifies a state of users and roles ([`History::auth`]).
+/// Identifies a state of users and roles ([`ReadLog::auth`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AuthMark {
     pub enabled: bool,
@@ -365,11 +365,11 @@ pub type Visit<'a> = dyn FnMut(&Meta, Vec<Change>) -> Result<()> + Send + 'a;
 
 /// Reads of the log as a whole.
 #[async_trait]
-pub trait History: Send + Sync + 'static {
+pub trait ReadLog: Send + Sync + 'static {
     /// Returns the state of the log at one moment.
     async fn meta(&self) -> Result<Meta>;
 
-    /// Returns users and roles as of one moment, which may be later than that of an earlier call of [`History::meta`].
+    /// Returns users and roles as of one moment, which may be later than that of an earlier call of [`ReadLog::meta`].
     async fn auth(&self) -> Result<AuthState>;
 
     /// Visits the rows from revision `from` on, as of one moment, without values: the pair of every put has an empty value.
@@ -396,10 +396,21 @@ pub trait Load: Send {
 }
 
 /// An append-only log of changes.
+///
+/// The store calls [`Log::append`] and [`SharedLog::lock_appends`] one at a time, from its writer. All other calls may run
+/// beside them and beside each other; of [`Log::reclaim`], at most one for rows and one for space.
+///
+/// [`Log::shared`] says more than that other instances append. The store takes a shared log for a remote database: its
+/// outages pass, so failed reads are repeated; calls that take a round trip are shared by concurrent requests; heartbeats
+/// show whether it accepts writes. A shared log also keeps the deadlines of leases, by its own clock. An engine with only
+/// some of these properties first needs a method for each.
+///
+/// `tests/it/log.rs` tests this interface, and a variant of `Backend` in `tests/it/support.rs` runs the tests of the server
+/// on a new engine. The simulation in `crates/core/tests` has a log whose calls fail in every way that the store survives.
 #[async_trait]
-pub trait Log: History {
+pub trait Log: ReadLog {
     /// Returns the log as it is now; later appends and deletions are not visible in it.
-    async fn freeze(&self) -> Result<Box<dyn History>>;
+    async fn freeze(&self) -> Result<Box<dyn ReadLog>>;
 
     /// Appends everything if the log is at the expected position, or if it may append behind the changes of other
     /// instances ([`Append::reads`]), and nothing otherwise. The append is durable when the call returns.

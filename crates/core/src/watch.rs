@@ -29,7 +29,7 @@ mod spec;
 pub use self::{
     chunk::Chunk,
     hub::{Hub, Survey, WatchedRange},
-    message::{End, Message},
+    message::{End, Message, NotCreated},
     outbox::{Messages, Outbox},
     session::Session,
     spec::{Flavor, NO_WATCH, Spec},

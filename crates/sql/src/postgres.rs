@@ -33,12 +33,13 @@ use std::{
     pin::pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use tokio::{
     task::JoinHandle,
@@ -49,9 +50,10 @@ use tracing::{debug, warn};
 pub(crate) use self::connection::has_unescaped_password;
 use self::{
     append::Appender,
-    connection::{Database, SERVER_WAIT_MAX, read, with_timeout},
+    connection::{Database, KEPT_ANSWER_MAX, SERVER_WAIT_MAX, STATEMENT_TIMEOUT, read, with_timeout, within},
     dedicated::Dedicated,
     listener::Listener,
+    space::Counted,
 };
 pub use self::{
     archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader,
@@ -60,8 +62,8 @@ pub use self::{
 use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;
 use orlop_core::log::{
-    Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, History, LeaseScope, Log, LoggedLease, Member, Meta, Page,
-    Position, Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
+    Append, Appended, Connections, Error, HEARTBEAT_TIMEOUT, LeaseScope, Log, LoggedLease, Member, Meta, Page,
+    Position, Precision, ReadLog, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
 };
 use orlop_core::metrics::Metrics;
 use orlop_core::supervise::vital;
@@ -101,8 +103,7 @@ pub struct PostgresLog {
     replication: replication::Monitor,
     /// Asks all hosts. The address of a single one may lead to another server later.
     search: JoinHandle<()>,
-    /// Free bytes in the tables, as of the last count.
-    free_bytes: AtomicI64,
+    counted: Mutex<Counted>,
 }
 
 impl PostgresLog {
@@ -146,7 +147,7 @@ impl PostgresLog {
             found_other_run: AtomicBool::new(false),
             start_deadline,
             has_beaten: AtomicBool::new(false),
-            free_bytes: AtomicI64::new(0),
+            counted: Mutex::default(),
         })
     }
 
@@ -211,7 +212,7 @@ const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
     ORDER BY cardinality(client_urls) = 0, started, id";
 
 #[async_trait]
-impl History for PostgresLog {
+impl ReadLog for PostgresLog {
     async fn meta(&self) -> Result<Meta> {
         let meta = read!(self.database, connection => read::meta(connection))?;
         Ok(Meta { member_id: self.member.id, ..meta })
@@ -232,7 +233,7 @@ impl History for PostgresLog {
 
 #[async_trait]
 impl Log for PostgresLog {
-    async fn freeze(&self) -> Result<Box<dyn History>> {
+    async fn freeze(&self) -> Result<Box<dyn ReadLog>> {
         Ok(Box::new(PostgresView::now(&self.database, self.member.id).await?))
     }
 
@@ -270,9 +271,10 @@ impl Log for PostgresLog {
         let total = read!(self.database, connection => space::total(connection))?;
         if precision == Precision::Fresh {
             let in_use = read!(self.database, connection => space::in_use(connection))?;
-            self.free_bytes.store((total - in_use).max(0), Ordering::Relaxed);
+            *self.counted.lock() = Counted { total, in_use: in_use.min(total) };
         }
-        Ok(Size { total, in_use: (total - self.free_bytes.load(Ordering::Relaxed)).max(0), disk_free: None, wal: None })
+        let in_use = self.counted.lock().in_use_of(total);
+        Ok(Size { total, in_use, disk_free: None, wal: None })
     }
 
     fn connections(&self) -> Connections {
@@ -308,7 +310,8 @@ impl SharedLog for PostgresLog {
         let reading = async {
             let mut connection = self.position_connection.take(&self.database).await?;
             let query = sqlx::query(POSITION);
-            let reading = with_timeout(query.fetch_one(&mut connection.connection));
+            let answer_max = if connection.is_new { STATEMENT_TIMEOUT } else { KEPT_ANSWER_MAX };
+            let reading = within(answer_max, query.fetch_one(&mut connection.connection));
             let row = self.database.unless_superseded(connection.generation, reading).await?;
             connection.keep();
             Ok(row)
@@ -334,7 +337,7 @@ impl SharedLog for PostgresLog {
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
         let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
         let query = || sqlx::query(LEASES).bind(&ids).bind(touch == Touch::Renew);
-        let rows = read!(self.database, connection => query().fetch_all(connection))?;
+        let rows = read!(with self.database.short_attempts(), connection => query().fetch_all(connection))?;
         rows.iter().map(logged_lease).collect::<sqlx::Result<_>>().map_err(corrupt)
     }
 

@@ -10,10 +10,10 @@ use orlop_core::log::{
 };
 use orlop_core::types::{Change, ChangeKind, EncodedKv, Key, KeyRange, LeaseId, Prev, Revision, RowId, Version};
 
-/// Number of rows of a table after which a page of [`orlop_core::log::History::changes`] ends, at the end of a revision. etcd
+/// Number of rows of a table after which a page of [`orlop_core::log::ReadLog::changes`] ends, at the end of a revision. etcd
 /// sends as many revisions in one watch response.
 pub(super) const PAGE_ROWS_MAX: usize = 1_000;
-/// Maximum number of ids visited for a page of [`orlop_core::log::History::changes`], matching or not.
+/// Maximum number of ids visited for a page of [`orlop_core::log::ReadLog::changes`], matching or not.
 pub(super) const PAGE_IDS_MAX: i64 = 20_000;
 /// Finds the revision at which a page continues after ids that have no row. Compaction may have deleted the first change of a
 /// revision and not the others.
@@ -22,10 +22,10 @@ pub(super) const NEXT_ID: &str = "SELECT min(id) FROM (SELECT min(id) AS id FROM
 /// Returns whether there are rows or leases; on Postgres, in the tables of the first schema only.
 pub(super) const HAS_ROWS: &str = "SELECT EXISTS (SELECT 1 FROM kv_log) OR EXISTS (SELECT 1 FROM kv_log_more) \
     OR EXISTS (SELECT 1 FROM lease)";
-/// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::History::changes`] ends, at the end of a
+/// Bytes of keys, values and previous pairs after which a page of [`orlop_core::log::ReadLog::changes`] ends, at the end of a
 /// revision.
 pub(super) const PAGE_BYTES_MAX: usize = 1 << 20;
-/// Maximum number of rows per table that [`orlop_core::log::History::replay`] and checks read at a time.
+/// Maximum number of rows per table that [`orlop_core::log::ReadLog::replay`] and checks read at a time.
 pub(super) const REPLAY_ROWS_MAX: usize = 10_000;
 /// Maximum bytes of the keys of these rows. They are in memory several times.
 pub(super) const REPLAY_KEY_BYTES_MAX: usize = 16 << 20;

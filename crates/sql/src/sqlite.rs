@@ -13,6 +13,7 @@ mod archive;
 mod checkpoint;
 mod close;
 mod defragment;
+mod files;
 mod foreign;
 mod identity;
 mod inspect;
@@ -31,14 +32,7 @@ mod view;
 mod wal;
 mod writer;
 
-use std::{
-    collections::HashMap,
-    fs::File,
-    io::{ErrorKind, Read as _},
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashMap, io::ErrorKind, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use sqlx::{
@@ -57,7 +51,7 @@ use self::{
     integrity::{Damage, is_damage, unreadable, unwritable},
     lock::FileLock,
     readers::Readers,
-    result_code::{CODE_BUSY, CODE_FULL, ResultCode, disk_hint, has_code},
+    result_code::{CODE_BUSY, CODE_FULL, CODE_READ_ONLY, ResultCode, disk_hint, has_code},
     vacuum::Vacuum,
     writer::Writer,
 };
@@ -68,7 +62,7 @@ pub(crate) use self::{
 };
 use crate::{Durability, auth, error::unavailable};
 use orlop_core::log::{
-    Append, Appended, Connections, Error, History, Log, LoggedLease, Meta, Page, Precision, Reclaim, Reclaimed, Result,
+    Append, Appended, Connections, Error, Log, LoggedLease, Meta, Page, Precision, ReadLog, Reclaim, Reclaimed, Result,
     SavedIndex, SharedLog, Size, Visit, WithPrev,
 };
 use orlop_core::{
@@ -92,7 +86,7 @@ const PRAGMAS: [(&str, &str); 4] = [
 const READERS_MAX: u32 = 4;
 /// Growth of the WAL at which a check of the pages ends early: the space of a disk is worth more than the check.
 const CHECK_WAL_GROWTH_MAX: u64 = 1 << 30;
-/// Why a write is refused while the disk has no space for a checkpoint.
+/// Why a write is refused while checkpoints fail because of a full disk or damage.
 const NOT_COPIED: &str = "the WAL cannot be copied to the database file";
 
 /// The log in SQLite.
@@ -108,7 +102,7 @@ pub struct SqliteLog {
     vacuum: Vacuum,
     /// Remaining seconds of leases, recorded when the previous server stopped.
     lease_times: HashMap<LeaseId, f64>,
-    damage: Damage,
+    damage: Arc<Damage>,
     identity: Arc<Identity>,
     /// Locked until the log is dropped.
     _lock: Arc<FileLock>,
@@ -133,7 +127,7 @@ impl SqliteLog {
         let lock = Arc::new(lock_file(file)?);
         let open = |error: sqlx::Error| cannot_open(file, &error);
 
-        check_length(file)?;
+        files::check(file)?;
         // SQLite creates the WAL and the shared-memory file with the mode of this file.
         private::make_file(file).map_err(|error| open(error.into()))?;
         let synchronous = match durability {
@@ -157,11 +151,11 @@ impl SqliteLog {
         let identity = Arc::new(Identity::new(file, &lock).map_err(|error| open(error.into()))?);
         let settings = writer::Settings { file: file.to_owned(), durability, identity: Arc::clone(&identity) };
         let open_writer = |error: rusqlite::Error| cannot_open(file, &error);
-        let writer = settings.connect().map_err(open_writer)?;
+        let mut writer = settings.connect().map_err(open_writer)?;
         // Not before: the last connection to a database deletes its WAL.
         creator.close().await.map_err(open)?;
         let lease_times = lease_times::read(&writer).map_err(open_writer)?;
-        if let Err(error) = wal::preallocate(file) {
+        if let Err(error) = wal::preallocate(&mut writer, file) {
             warn!(%error, database = %name, "cannot preallocate the WAL; writes are slower while it grows");
         }
         let read_only = options.clone().create_if_missing(false).pragma("query_only", "ON");
@@ -170,8 +164,8 @@ impl SqliteLog {
         let values = Readers::new(Arc::clone(&settings));
         let writer = Arc::new(Writer::new(settings, writer));
         let connection = options.connect().await.map_err(open)?;
-        let checkpointer =
-            Checkpointer::start(connection, Arc::clone(&writer), Arc::clone(&identity), file, durability);
+        let damage = Arc::<Damage>::default();
+        let checkpointer = Checkpointer::start(connection, &writer, &identity, &damage, file, durability);
         let checkpointer = Arc::new(checkpointer.map_err(|error| open(error.into()))?);
         let vacuum = Vacuum::start(Arc::clone(&writer), Arc::clone(&checkpointer));
         Ok(Self {
@@ -182,7 +176,7 @@ impl SqliteLog {
             checkpointer,
             vacuum,
             lease_times,
-            damage: Damage::default(),
+            damage,
             identity,
             _lock: lock,
         })
@@ -239,49 +233,8 @@ fn lock_file(file: &Path) -> Result<FileLock> {
     FileLock::acquire(file)
 }
 
-/// Checks that the file is not truncated, because SQLite detects a missing page only when it reads that page. If there
-/// is a WAL, the file may be shorter than its header states, because the WAL contains the missing pages.
-fn check_length(file: &Path) -> Result<()> {
-    const HEADER_BYTES: usize = 100;
-    const MAGIC: &[u8] = b"SQLite format 3\0";
-    let unreadable = |error: std::io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
-    let opened = match File::open(file) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        opened => opened.map_err(unreadable)?,
-    };
-    let bytes = opened.metadata().map_err(unreadable)?.len();
-    let mut header = Vec::new();
-    opened.take(HEADER_BYTES as u64).read_to_end(&mut header).map_err(unreadable)?;
-    // An empty file is a new database. SQLite also treats a file that is shorter than its first page as a new database;
-    // Orlop rejects it.
-    let has_magic = MAGIC.starts_with(&header[..header.len().min(MAGIC.len())]);
-    if bytes == 0 || !has_magic || view::has_wal(file) {
-        return Ok(());
-    }
-    if header.len() < HEADER_BYTES {
-        let name = file.display();
-        return Err(Error::Open(format!(
-            "database {name} is truncated: it has {bytes} bytes; restore a snapshot or a copy of it"
-        )));
-    }
-    // The value 1 means 65,536, which does not fit into 16 bits.
-    let page = match u16::from_be_bytes([header[16], header[17]]) {
-        1 => 65_536,
-        page => u64::from(page),
-    };
-    let pages = u64::from(u32::from_be_bytes([header[28], header[29], header[30], header[31]]));
-    if pages * page <= bytes {
-        return Ok(());
-    }
-    Err(Error::Open(format!(
-        "database {} is truncated: it has {bytes} bytes, but its header states {pages} pages of {page} bytes; \
-         restore a snapshot or a copy of it",
-        file.display()
-    )))
-}
-
 #[async_trait]
-impl History for SqliteLog {
+impl ReadLog for SqliteLog {
     async fn meta(&self) -> Result<Meta> {
         read::meta(&mut *self.reader().await?).await
     }
@@ -307,14 +260,13 @@ impl History for SqliteLog {
 
 #[async_trait]
 impl Log for SqliteLog {
-    async fn freeze(&self) -> Result<Box<dyn History>> {
-        SqliteView::now(&self.options, &self.identity).await.map(|view| Box::new(view) as Box<dyn History>)
+    async fn freeze(&self) -> Result<Box<dyn ReadLog>> {
+        SqliteView::now(&self.options, &self.identity).await.map(|view| Box::new(view) as Box<dyn ReadLog>)
     }
 
     async fn append(&self, append: Append<'_>) -> Result<Appended> {
-        // The space that the WAL still has is for deletes and compactions, without which none may become free.
-        if self.checkpointer.wal_bytes_max().is_some() && append.changes.iter().any(|change| change.kv().is_some()) {
-            return Err(Error::Full(format!("{}: {NOT_COPIED}", self.options.get_filename().display())));
+        if append.changes.iter().any(|change| change.kv().is_some()) {
+            self.refuse_put()?;
         }
         let writer = self.writer.lock().await.map_err(|error| self.refusal(error))?;
         let batch = Batch::of(&append);
@@ -398,13 +350,25 @@ impl Log for SqliteLog {
 }
 
 impl SqliteLog {
+    /// Refuses puts while the WAL cannot be copied to the database file.
+    fn refuse_put(&self) -> Result<()> {
+        let reason = || format!("{}: {NOT_COPIED}", self.options.get_filename().display());
+        // The next start could not read them from a damaged file. The alarm CORRUPT is still recorded.
+        if self.checkpointer.has_found_damage() {
+            return Err(Error::Corrupt(reason()));
+        }
+        // The space that the WAL still has is for deletes and compactions, without which none may become free.
+        if self.checkpointer.wal_bytes_max().is_some() { Err(Error::Full(reason())) } else { Ok(()) }
+    }
+
     /// Maps an error of an append.
     ///
-    /// If another process writes, the transaction has not begun: it takes SQLite's lock first. If the disk is full, the last
-    /// page of the commit is not in the WAL, so SQLite ignores the commit. After any other failure, in particular of a sync,
-    /// SQLite rolls the commit back. The commit may nevertheless be complete in the WAL, and then a start after a crash
-    /// recovers it, so the outcome is unknown. A failed sync does not affect earlier commits: the next commit overwrites the
-    /// WAL from the end of the last successful commit.
+    /// If another process writes, the transaction has not begun: it takes SQLite's lock first. If the file can only be read,
+    /// its first statement that writes has failed. If the disk is full, the last page of the commit is not in the WAL, so
+    /// SQLite ignores the commit. After any other failure, in particular of a sync, SQLite rolls the commit back. The commit
+    /// may nevertheless be complete in the WAL, and then a start after a crash recovers it, so the outcome is unknown. A
+    /// failed sync does not affect earlier commits: the next commit overwrites the WAL from the end of the last successful
+    /// commit.
     fn failure(&self, error: &rusqlite::Error) -> Error {
         let file = self.options.get_filename().display();
         if is_damage(error) {
@@ -415,6 +379,9 @@ impl SqliteLog {
         }
         if has_code(error, CODE_BUSY) {
             return Error::Unavailable(format!("{file}: {error}: another process writes to it"));
+        }
+        if has_code(error, CODE_READ_ONLY) {
+            return Error::Unavailable(format!("{file}: {error}: it must belong to the user of the server"));
         }
         let hint = disk_hint(error, self.options.get_filename());
         Error::OutcomeUnknown(format!("{file}: {error}{hint}"))

@@ -10,6 +10,8 @@ use http::HeaderMap;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
 
+use crate::api::status::DEADLINE_EXCEEDED;
+
 /// The time until which a call may last; `None` if the client named none.
 pub struct Deadline(Option<Pin<Box<Sleep>>>);
 
@@ -33,15 +35,14 @@ impl Deadline {
         let mut served = std::pin::pin!(served);
         std::future::poll_fn(|context| {
             let polled = served.as_mut().poll(context);
-            if polled.is_pending() && self.has_passed(context) { Poll::Ready(Err(passed())) } else { polled.map(Ok) }
+            if polled.is_pending() && self.has_passed(context) {
+                Poll::Ready(Err(DEADLINE_EXCEEDED.into()))
+            } else {
+                polled.map(Ok)
+            }
         })
         .await
     }
-}
-
-/// etcd's status of a call that is too late.
-pub fn passed() -> Status {
-    Status::deadline_exceeded("context deadline exceeded")
 }
 
 /// Returns the client's timeout, which has up to eight digits and a unit in gRPC; `None` for any other text.

@@ -31,8 +31,8 @@ pub(in crate::console) enum Failure {
 const NOT_LOGGED_IN: [&str; 3] = ["user name is empty", "invalid auth token", "revision of auth store is old"];
 
 impl Failure {
-    /// Returns the failure that a text describes: why a part of the figures is missing, which [`describe`] has made of a
-    /// status, or why the server has refused a watch.
+    /// Returns the failure that a text describes: why figures or a part of them cannot be read, which [`describe`] has made
+    /// of a status, or why the server has refused a watch.
     pub fn of_text(reason: String) -> Self {
         if reason.starts_with("Unauthenticated") || NOT_LOGGED_IN.iter().any(|known| reason.contains(known)) {
             return Self::LoggedOut;
@@ -65,7 +65,10 @@ impl From<Status> for Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Unavailable(error.to_string())
+        match error {
+            Error::Request { error, .. } => Self::of_text(error),
+            Error::Flags(_) | Error::Connect { .. } | Error::LogIn { .. } => Self::Unavailable(error.to_string()),
+        }
     }
 }
 
@@ -91,8 +94,9 @@ mod tests {
         ] {
             let status = Status::new(code, text);
             let of_text = Failure::of_text(describe(&status));
-            let failures = [of_text, Failure::from(status)].map(|failure| failure == Failure::LoggedOut);
-            assert_eq!(failures, [is_logged_out; 2], "{code:?} {text}");
+            let of_figures = Error::Request { endpoint: "http://a:1".to_owned(), error: describe(&status) };
+            let failures = [of_text, of_figures.into(), status.into()].map(|failure| failure == Failure::LoggedOut);
+            assert_eq!(failures, [is_logged_out; 3], "{code:?} {text}");
         }
     }
 

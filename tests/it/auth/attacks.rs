@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use base64::{Engine as _, prelude::BASE64_STANDARD as BASE64};
 use futures_util::future::join_all;
 use orlop_wire::proto::client::{
     authpb::Permission,
@@ -233,8 +234,41 @@ async fn change_to_an_empty_password_locks_the_user(backend: Backend) {
     }
 }
 
+/// A request may contain the hash of the new password. Anything else there must not lock the user out.
+async fn change_to_a_hash_takes_only_one_of_bcrypt(backend: Backend) {
+    const REFUSED: (Code, &str) =
+        (Code::Unknown, "auth: authentication failed, password was given for no password user");
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    enable(&mut client).await;
+    let _ = act_as(&mut client, "root").await;
+    let (old, hash) = (password("user"), bcrypt::hash("new", 4).expect("a hash"));
+    for (what, hashed_password, is_taken) in [
+        ("no base64", "###".to_owned(), false),
+        ("a hash that is not in base64", hash.clone(), false),
+        ("another text", BASE64.encode("abc"), false),
+        ("a part of a hash", BASE64.encode(&hash[..59]), false),
+        ("a hash with another cost than bcrypt has", BASE64.encode(hash.replacen("$04$", "$99$", 1)), false),
+        ("a hash", BASE64.encode(&hash), true),
+    ] {
+        let change = AuthUserChangePasswordRequest { name: "user".to_owned(), hashed_password, ..Default::default() };
+        let changed = client.auth.user_change_password(change).await;
+        let (right, wrong) = if is_taken {
+            changed.expect(what);
+            ("new", old.as_str())
+        } else {
+            check_refused(changed, REFUSED, what);
+            (old.as_str(), "new")
+        };
+        let mut user = Client::connect(server.endpoint()).await;
+        user.log_in("user", right).await.expect(what);
+        user.log_in("user", wrong).await.expect_err(what);
+    }
+}
+
 on_both_backends!(
     change_to_an_empty_password_locks_the_user,
+    change_to_a_hash_takes_only_one_of_bcrypt,
     names_are_bounded,
     only_keys_of_a_permission_are_written,
     leases_of_many_keys_do_not_slow_requests,

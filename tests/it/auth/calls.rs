@@ -20,8 +20,8 @@ use prost::Message as _;
 use prost_types::FileDescriptorSet;
 use tonic::{Code, Status};
 
-use super::{CHEAP, DENIED, INVALID_TOKEN, NOBODY, act_as, check_refused, enable, password, put};
-use crate::support::{Backend, Client, Server, on_both_backends};
+use super::{CHEAP, DENIED, INVALID_TOKEN, NOBODY, act_as, check_refused, enable, password};
+use crate::support::{Backend, Client, Server, delete, get, on_both_backends, put, range};
 
 /// What a call requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,14 +43,6 @@ const LEASE: i64 = 7;
 const OWN_LEASE: i64 = 8;
 /// A lease for queues, so that a caller finds its own entry in them instead of waiting behind it.
 const QUEUE_LEASE: i64 = 9;
-
-fn range(key: &'static str, range_end: &'static str) -> RangeRequest {
-    RangeRequest { key: key.into(), range_end: range_end.into(), ..Default::default() }
-}
-
-fn put_request(key: &'static str) -> PutRequest {
-    PutRequest { key: key.into(), value: "v".into(), ..Default::default() }
-}
 
 fn txn(ops: Vec<Request>) -> TxnRequest {
     let success = ops.into_iter().map(|op| RequestOp { request: Some(op) }).collect();
@@ -116,39 +108,37 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
     let leader = || Some(LeaderKey { name: "x".into(), key: "x/1".into(), rev: 1, lease: 1 });
     let c = client;
     send! {
-        "KV/Range", Keys, "another key": c.kv.range(range("x", ""));
-        "KV/Range", OwnKeys, "an own key": c.kv.range(range("a", ""));
+        "KV/Range", Keys, "another key": c.kv.range(get("x"));
+        "KV/Range", OwnKeys, "an own key": c.kv.range(get("a"));
         "KV/Range", OwnKeys, "the own range": c.kv.range(range("a", "b"));
         "KV/Range", Keys, "more than the own range": c.kv.range(range("a", "b\0"));
         "KV/Range", Keys, "all keys from an own one": c.kv.range(range("a", "\0"));
-        "KV/Range", Keys, "serializable": c.kv.range(RangeRequest { serializable: true, ..range("x", "") });
-        "KV/Range", Keys, "a count": c.kv.range(RangeRequest { count_only: true, ..range("x", "") });
-        "KV/Range", Keys, "keys only": c.kv.range(RangeRequest { keys_only: true, ..range("x", "") });
-        "KV/RangeStream", Keys, "another key": async { first(c.kv.range_stream(range("x", "")).await).await };
+        "KV/Range", Keys, "serializable": c.kv.range(RangeRequest { serializable: true, ..get("x") });
+        "KV/Range", Keys, "a count": c.kv.range(RangeRequest { count_only: true, ..get("x") });
+        "KV/Range", Keys, "keys only": c.kv.range(RangeRequest { keys_only: true, ..get("x") });
+        "KV/RangeStream", Keys, "another key": async { first(c.kv.range_stream(get("x")).await).await };
         "KV/RangeStream", OwnKeys, "an own key": async { first(c.kv.range_stream(range("a", "b")).await).await };
         "KV/RangeStream", Keys, "sorted": async {
-            first(c.kv.range_stream(RangeRequest { sort_order: 1, sort_target: 4, ..range("x", "") }).await).await
+            first(c.kv.range_stream(RangeRequest { sort_order: 1, sort_target: 4, ..get("x") }).await).await
         };
-        "KV/Put", Keys, "another key": c.kv.put(put_request("x"));
-        "KV/Put", OwnKeys, "an own key": c.kv.put(PutRequest { prev_kv: true, ..put_request("a") });
-        "KV/Put", Keys, "a lease with another key": c.kv.put(PutRequest { lease: LEASE, ..put_request("a") });
-        "KV/DeleteRange", Keys, "another key": c.kv.delete_range(DeleteRangeRequest { key: "x2".into(), ..Default::default() });
-        "KV/DeleteRange", OwnKeys, "an own key": c.kv.delete_range(DeleteRangeRequest { key: "a9".into(), prev_kv: true, ..Default::default() });
+        "KV/Put", Keys, "another key": c.kv.put(put("x", "v"));
+        "KV/Put", OwnKeys, "an own key": c.kv.put(PutRequest { prev_kv: true, ..put("a", "v") });
+        "KV/Put", Keys, "a lease with another key": c.kv.put(PutRequest { lease: LEASE, ..put("a", "v") });
+        "KV/DeleteRange", Keys, "another key": c.kv.delete_range(delete("x2"));
+        "KV/DeleteRange", OwnKeys, "an own key": c.kv.delete_range(DeleteRangeRequest { prev_kv: true, ..delete("a9") });
         "KV/Txn", Keys, "a compare of another key": c.kv.txn(compare("x"));
         "KV/Txn", OwnKeys, "a compare of an own key": c.kv.txn(compare("a"));
         "KV/Txn", Keys, "a put in the branch that is not taken": c.kv.txn(TxnRequest {
-            failure: txn(vec![Request::RequestPut(put_request("x"))]).success,
-            ..txn(vec![Request::RequestPut(put_request("a"))])
+            failure: txn(vec![Request::RequestPut(put("x", "v"))]).success,
+            ..txn(vec![Request::RequestPut(put("a", "v"))])
         });
-        "KV/Txn", Keys, "a read": c.kv.txn(txn(vec![Request::RequestRange(range("x", ""))]));
-        "KV/Txn", Keys, "a nested read": c.kv.txn(txn(vec![Request::RequestTxn(txn(vec![Request::RequestRange(range("x", ""))]))]));
+        "KV/Txn", Keys, "a read": c.kv.txn(txn(vec![Request::RequestRange(get("x"))]));
+        "KV/Txn", Keys, "a nested read": c.kv.txn(txn(vec![Request::RequestTxn(txn(vec![Request::RequestRange(get("x"))]))]));
         "KV/Txn", Keys, "a nested compare": c.kv.txn(txn(vec![Request::RequestTxn(compare("x"))]));
-        "KV/Txn", Keys, "a nested delete": c.kv.txn(txn(vec![Request::RequestTxn(txn(vec![Request::RequestDeleteRange(
-            DeleteRangeRequest { key: "x2".into(), ..Default::default() },
-        )]))]));
-        "KV/Txn", Keys, "a put with a lease with another key": c.kv.txn(txn(vec![Request::RequestPut(PutRequest { lease: LEASE, ..put_request("a") })]));
+        "KV/Txn", Keys, "a nested delete": c.kv.txn(txn(vec![Request::RequestTxn(txn(vec![Request::RequestDeleteRange(delete("x2"))]))]));
+        "KV/Txn", Keys, "a put with a lease with another key": c.kv.txn(txn(vec![Request::RequestPut(PutRequest { lease: LEASE, ..put("a", "v") })]));
         "KV/Txn", OwnKeys, "own keys": c.kv.txn(txn(vec![
-            Request::RequestPut(put_request("a")),
+            Request::RequestPut(put("a", "v")),
             Request::RequestRange(range("a1", "b")),
         ]));
         "KV/Compact", Root, "": c.kv.compact(CompactionRequest { revision: 1, physical: false });
@@ -173,7 +163,7 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Cluster/MemberRemove", Root, "": c.cluster.member_remove(MemberRemoveRequest { id: 1 });
         "Cluster/MemberUpdate", Root, "": c.cluster.member_update(MemberUpdateRequest::default());
         "Cluster/MemberPromote", Root, "": c.cluster.member_promote(MemberPromoteRequest { id: 1 });
-        "Maintenance/Status", Public, "": c.maintenance.status(StatusRequest {});
+        "Maintenance/Status", User, "": c.maintenance.status(StatusRequest {});
         "Maintenance/Alarm", User, "a list": c.maintenance.alarm(AlarmRequest::default());
         "Maintenance/Alarm", Root, "raised": c.maintenance.alarm(AlarmRequest { action: 1, member_id: 1, alarm: 0 });
         "Maintenance/Alarm", Root, "cleared": c.maintenance.alarm(AlarmRequest { action: 2, member_id: 1, alarm: 1 });
@@ -191,6 +181,9 @@ async fn send_all(client: &mut Client) -> Vec<(&'static str, Level, &'static str
         "Auth/UserAdd", Root, "a long password": c.auth.user_add(AuthUserAddRequest { name: "long".to_owned(), password: "x".repeat(73), ..Default::default() });
         "Auth/UserChangePassword", Root, "a long password": c.auth.user_change_password(AuthUserChangePasswordRequest {
             name: "new".to_owned(), password: "x".repeat(73), ..Default::default()
+        });
+        "Auth/UserChangePassword", Root, "a hash that is none": c.auth.user_change_password(AuthUserChangePasswordRequest {
+            name: "new".to_owned(), hashed_password: "x".to_owned(), ..Default::default()
         });
         "Auth/UserChangePassword", Root, "": c.auth.user_change_password(AuthUserChangePasswordRequest { name: "new".to_owned(), ..Default::default() });
         "Auth/UserGet", Root, "another user": c.auth.user_get(AuthUserGetRequest { name: "new".to_owned() });
@@ -252,7 +245,7 @@ async fn check_calls(setup: &mut Client, servers: &[&Server]) {
     for (lease, key) in [(LEASE, "x"), (OWN_LEASE, ""), (QUEUE_LEASE, ""), (LEASE + 10, "x3")] {
         setup.lease.lease_grant(LeaseGrantRequest { id: lease, ttl: 1_000 }).await.expect("a lease");
         if !key.is_empty() {
-            setup.kv.put(PutRequest { lease, ..put_request(key) }).await.expect("a put");
+            setup.kv.put(PutRequest { lease, ..put(key, "v") }).await.expect("a put");
         }
     }
     for server in servers {
@@ -298,8 +291,8 @@ async fn enable_again(client: &mut Client) {
     client.auth.auth_enable(AuthEnableRequest {}).await.expect("Auth is enabled");
     let _ = act_as(client, "root").await;
     client.lease.lease_grant(LeaseGrantRequest { id: LEASE + 10, ttl: 1_000 }).await.expect("a lease");
-    client.kv.put(PutRequest { lease: LEASE + 10, ..put_request("x3") }).await.expect("a put");
-    client.kv.put(PutRequest { lease: LEASE, ..put_request("x") }).await.expect("a put");
+    client.kv.put(PutRequest { lease: LEASE + 10, ..put("x3", "v") }).await.expect("a put");
+    client.kv.put(PutRequest { lease: LEASE, ..put("x", "v") }).await.expect("a put");
 }
 
 async fn every_call_checks_its_caller(backend: Backend) {
@@ -324,7 +317,7 @@ async fn every_call_is_in_the_table() {
         .collect();
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "x").await.expect("a put");
+    client.put("x", "v").await;
     client.lease.lease_grant(LeaseGrantRequest { id: QUEUE_LEASE, ttl: 1_000 }).await.expect("a lease");
     let sent: BTreeSet<String> =
         send_all(&mut client).await.into_iter().map(|(method, ..)| method.to_owned()).collect();

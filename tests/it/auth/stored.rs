@@ -4,7 +4,7 @@ use std::fs;
 
 use orlop_wire::proto::client::etcdserverpb::{
     AuthRoleAddRequest, AuthRoleDeleteRequest, AuthRoleGetRequest, AuthRoleRevokePermissionRequest, AuthStatusRequest,
-    AuthUserAddRequest, AuthUserChangePasswordRequest, AuthUserDeleteRequest, AuthUserGetRequest, RangeRequest,
+    AuthUserAddRequest, AuthUserChangePasswordRequest, AuthUserDeleteRequest, AuthUserGetRequest,
 };
 use sqlx::{Connection as _, Executor as _, PgConnection, Row as _, SqliteConnection};
 use tempfile::TempDir;
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     snapshot::{restored, save},
-    support::{Backend, Client, DEADLINE, Postgres, Server, database_name, on_both_backends, prints},
+    support::{Backend, Client, DEADLINE, Postgres, Server, database_name, on_both_backends, prints, range},
 };
 
 /// Tables that a person can read, without passwords.
@@ -190,8 +190,7 @@ async fn postgres_of_the_first_schema_gets_the_tables() {
     let server = Server::orlop_on(&datastore, &CHEAP).await;
     append_as_the_first_release(&mut older, "b").await;
     let mut client = Client::connect(server.endpoint()).await;
-    let range = RangeRequest { key: "a".into(), range_end: "c".into(), ..Default::default() };
-    assert_eq!(client.kv.range(range).await.expect("a range").into_inner().count, 2);
+    assert_eq!(client.kv.range(range("a", "c")).await.expect("a range").into_inner().count, 2);
     enable(&mut client).await;
     let _ = act_as(&mut client, "user").await;
     put(&mut client, "a").await.expect("a put of a user");

@@ -6,20 +6,21 @@ use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD as BASE64};
 use orlop_wire::proto::client::{
     authpb::UserAddOptions,
     etcdserverpb::{
-        AuthDisableRequest, AuthEnableRequest, AuthRoleRevokePermissionRequest, AuthUserAddRequest,
+        AlarmRequest, AuthDisableRequest, AuthEnableRequest, AuthRoleRevokePermissionRequest, AuthUserAddRequest,
         AuthUserChangePasswordRequest, AuthUserDeleteRequest,
     },
+    orlopb::{HistoryMomentRequest, HistoryStateRequest},
 };
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
-use tonic::Code;
+use tonic::{Code, Status};
 
 use super::{
     CHEAP, DENIED, INVALID_TOKEN, OLD_REVISION, act_as, add_user, check_refused, enable, get, grant_role, password, put,
 };
 use crate::{
     start,
-    support::{Backend, Client, Server, eventually, on_both_backends, skip},
+    support::{Backend, Client, Postgres, Server, eventually, on_both_backends, skip},
 };
 
 /// A change of users or roles is in force everywhere as soon as it was acknowledged.
@@ -70,6 +71,37 @@ async fn changes_are_in_force_at_once_at_every_instance(backend: Backend) {
     get(&mut user, "a").await.expect("tokens are ignored");
     root.auth.auth_enable(AuthEnableRequest {}).await.expect("Auth is enabled");
     check_refused(get(&mut user, "a").await, INVALID_TOKEN, "a get with a token from before Auth was disabled");
+}
+
+/// Sends a call that every user may send, and that reads no keys.
+async fn send(client: &mut Client, call: &str) -> Result<(), Status> {
+    match call {
+        "alarms" => client.maintenance.alarm(AlarmRequest::default()).await.map(drop),
+        "state" => client.history.state(HistoryStateRequest {}).await.map(drop),
+        "moment" => client.history.moment(HistoryMomentRequest { unix_ms: 1 }).await.map(drop),
+        _ => panic!("{call}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deleted_user_is_refused_at_once_by_calls_that_need_no_right() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let one = Server::orlop_on(&datastore, &[&CHEAP[..], &["--name", "one"]].concat()).await;
+    let two = Server::orlop_on(&datastore, &[&CHEAP[..], &["--name", "two"]].concat()).await;
+    let (mut root, mut user) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    enable(&mut root).await;
+    let _ = act_as(&mut root, "root").await;
+    for round in 0..20 {
+        for call in ["alarms", "state", "moment"] {
+            let name = format!("{call} {round}");
+            add_user(&mut root, &name).await;
+            let _ = act_as(&mut user, &name).await;
+            send(&mut user, call).await.expect("every user may send it");
+            root.auth.user_delete(AuthUserDeleteRequest { name: name.clone() }).await.expect("the user is deleted");
+            check_refused(send(&mut user, call).await, INVALID_TOKEN, &name);
+        }
+    }
 }
 
 /// The check of a password takes long on purpose.

@@ -5,17 +5,17 @@
 
 use std::path::PathBuf;
 
-use orlop_wire::proto::client::etcdserverpb::{AuthUserChangePasswordRequest, PutRequest, WatchCreateRequest};
+use orlop_wire::proto::client::etcdserverpb::{AuthUserChangePasswordRequest, WatchCreateRequest};
 use serde_json::Value;
 
 use super::{
-    page::{Page, put},
+    page::Page,
     webdriver::{Browser, Colours},
 };
 use crate::{
     auth::{CHEAP, act_as, enable, password},
     kube_trace::{compare::Peer, replay, trace},
-    support::{Backend, Client, Link, Server},
+    support::{Backend, Client, Link, Server, put},
 };
 
 /// A key of the recorded control plane that has several versions.
@@ -35,7 +35,7 @@ async fn full_server() -> (Server, Client) {
         let object = format!(
             r#"{{"apiVersion":"apps/v1","kind":"Deployment","metadata":{{"name":"web","namespace":"default"}},"spec":{{"replicas":{replicas},"template":{{"spec":{{"containers":[{{"image":"{image}","name":"web"}}]}}}}}}}}"#
         );
-        put(&mut client, KEY, object.as_bytes()).await;
+        client.put(KEY, object).await;
     }
     (server, client)
 }
@@ -46,8 +46,7 @@ fn load(client: &Client) -> tokio::task::JoinHandle<()> {
     tokio::spawn(async move {
         for number in 0.. {
             let key = format!("/registry/events/default/web.{}", number % 300);
-            let request = PutRequest { key: key.into(), value: vec![b'x'; 900].into(), ..Default::default() };
-            if client.kv.put(request).await.is_err() {
+            if client.kv.put(put(key, [b'x'; 900])).await.is_err() {
                 return;
             }
             tokio::time::sleep(std::time::Duration::from_millis(3)).await;
@@ -159,7 +158,7 @@ async fn events_pause_while_nobody_sees_the_page() {
     let page = Page::about(server.endpoint(), &[]);
     browser.go(&format!("{}/events?prefix=/r/", page.url)).await;
     browser.wait_for("Waiting for events").await;
-    put(&mut client, "/r/before", b"1").await;
+    client.put("/r/before", b"1").await;
     browser.wait_for("/r/before").await;
     browser
         .run(
@@ -168,7 +167,7 @@ async fn events_pause_while_nobody_sees_the_page() {
         )
         .await;
     browser.wait_for("Paused").await;
-    put(&mut client, "/r/meanwhile", b"1").await;
+    client.put("/r/meanwhile", b"1").await;
     browser.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'));").await;
     browser.wait_for("/r/meanwhile").await;
     browser.check_console("events").await;
@@ -185,12 +184,12 @@ async fn events_go_on_after_the_server_was_away() {
     let page = Page::about(&format!("http://127.0.0.1:{}", link.port()), &[]);
     browser.go(&format!("{}/events?prefix=/r/", page.url)).await;
     browser.wait_for("Waiting for events").await;
-    put(&mut Client::connect(server.endpoint()).await, "/r/before", b"1").await;
+    Client::connect(server.endpoint()).await.put("/r/before", b"1").await;
     browser.wait_for("/r/before").await;
     server.kill();
     browser.wait_for("The server does not answer.").await;
     server.restart().await;
-    put(&mut Client::connect(server.endpoint()).await, "/r/meanwhile", b"1").await;
+    Client::connect(server.endpoint()).await.put("/r/meanwhile", b"1").await;
     link.set_target(port(&server));
     browser.wait_for("/r/meanwhile").await;
 }
@@ -222,7 +221,7 @@ async fn person_logs_in_and_out() {
     let Some(browser) = Browser::open(Colours::Dark, 1000, 700).await else { return };
     let server = Server::orlop_with(Backend::Sqlite, &CHEAP).await.expect("SQLite is always there");
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "a/1", b"<script>document.title = 'hacked'</script><b>bold</b>\n").await;
+    client.put("a/1", b"<script>document.title = 'hacked'</script><b>bold</b>\n").await;
     enable(&mut client).await;
     let page = Page::about(server.endpoint(), &["--user", "user"]);
     browser.go(&format!("{}/key?key=a/1", page.url)).await;

@@ -1,20 +1,20 @@
 //! Events of the web page: as they happen, and after a browser has connected again.
 
-use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, DeleteRangeRequest};
+use orlop_wire::proto::client::etcdserverpb::CompactionRequest;
 
-use super::page::{Page, Visitor, put};
-use crate::support::{Backend, Client, Server, eventually, free_port, on_both_backends};
+use super::page::{Page, Visitor};
+use crate::support::{Backend, Client, Server, delete, eventually, free_port, on_both_backends};
 
 async fn events_are_shown_as_they_come(backend: Backend) {
     let Some(server) = Server::orlop(backend).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let page = Page::about(server.endpoint(), &[]);
     let mut events = page.visitor().events("/r/").await;
-    put(&mut client, "/other", b"1").await;
-    put(&mut client, "/r/a", b"1").await;
+    client.put("/other", b"1").await;
+    client.put("/r/a", b"1").await;
     let text = events.until("/key?key=/r/a").await;
     assert!(text.contains("event: rows") && text.contains("created") && !text.contains("/other"), "{text}");
-    client.kv.delete_range(DeleteRangeRequest { key: "/r/a".into(), ..Default::default() }).await.expect("a delete");
+    client.kv.delete_range(delete("/r/a")).await.expect("a delete");
     events.until("deleted").await;
     // Streams are bounded, and a closed one makes room.
     let visitor = page.visitor();
@@ -26,7 +26,7 @@ async fn events_are_shown_as_they_come(backend: Backend) {
     drop(open);
     drop(events);
     eventually("room for a stream", async || {
-        put(&mut client.clone(), "/r/a", b"1").await;
+        client.clone().put("/r/a", b"1").await;
         visitor.try_events("/r/").await.map(drop)
     })
     .await;
@@ -40,26 +40,26 @@ async fn browser_that_connects_again_receives_what_it_missed(backend: Backend) {
     let events = visitor.events("/r/").await;
     let begin = events.last_id();
     drop(events);
-    put(&mut client, "/r/a", b"1").await;
+    client.put("/r/a", b"1").await;
     let mut events = visitor.events_after("/r/", &begin).await;
     events.until("/key?key=/r/a").await;
     let last = events.last_id();
     drop(events);
-    put(&mut client, "/r/b", b"1").await;
+    client.put("/r/b", b"1").await;
     let mut events = visitor.events_after("/r/", &last).await;
     let text = events.until("/key?key=/r/b").await;
     assert!(!text.contains("/key?key=/r/a"), "{text}");
     drop(events);
-    let revision = put(&mut client, "/r/b", b"2").await;
+    let revision = client.put("/r/b", b"2").await;
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
-    put(&mut client, "/r/c", b"1").await;
+    client.put("/r/c", b"1").await;
     let mut events = visitor.events_after("/r/", &last).await;
     events.until("/key?key=/r/c").await;
     events.until(&format!("Changes before revision {revision} are compacted")).await;
     drop(events);
     // The store is another one.
     let mut events = visitor.events_after("/r/", "99999999").await;
-    put(&mut client, "/r/d", b"1").await;
+    client.put("/r/d", b"1").await;
     events.until("/key?key=/r/d").await;
 }
 
@@ -69,13 +69,13 @@ async fn compaction_loses_no_changes_of_a_quiet_prefix(backend: Backend) {
     let page = Page::about(server.endpoint(), &[]);
     let visitor = page.visitor();
     let mut events = visitor.events("/r/").await;
-    let revision = put(&mut client, "/other", b"1").await;
+    let revision = client.put("/other", b"1").await;
     events.until(&format!("\nid: {revision}\n")).await;
     let last = events.last_id();
     drop(events);
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
     let mut events = visitor.events_after("/r/", &last).await;
-    put(&mut client, "/r/a", b"1").await;
+    client.put("/r/a", b"1").await;
     let text = events.until("/key?key=/r/a").await;
     assert!(!text.contains("are compacted"), "{text}");
 }

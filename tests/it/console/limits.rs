@@ -2,13 +2,13 @@
 
 use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
+use orlop_wire::proto::client::etcdserverpb::{RequestOp, TxnRequest, request_op::Request};
 use tokio::{io::AsyncReadExt as _, net::TcpStream, task::JoinSet, time::timeout};
 
-use super::page::{Page, Visitor, put, value_of};
+use super::page::{Page, Visitor, value_of};
 use crate::{
     auth::{CHEAP, enable, password},
-    support::{Answer, Backend, Client, DEADLINE, Link, NetworkState, Server, eventually, free_port},
+    support::{Answer, Backend, Client, DEADLINE, Link, NetworkState, Server, eventually, free_port, put},
 };
 
 /// A limit of a client of HTTP/2 until it has received that of the server.
@@ -106,7 +106,7 @@ async fn connections_to_the_page_send_32_requests_at_the_same_time() {
 async fn browsers_that_read_no_events_do_not_stop_the_page() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/other/a", b"1").await;
+    client.put("/other/a", b"1").await;
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
     let (mut first, _second) = (visitor.events("/r/").await, visitor.events("/r/").await);
@@ -115,15 +115,13 @@ async fn browsers_that_read_no_events_do_not_stop_the_page() {
     // both watches, 16 MiB each, and with them that of the connection to the server.
     for number in 0..640 {
         let value = if number % 10 == 0 { vec![b'x'; 1 << 20] } else { Vec::new() };
-        let request = PutRequest { key: key.clone().into(), value: value.into(), ..PutRequest::default() };
-        client.kv.put(request).await.expect("a put");
+        client.put(&key, value).await;
     }
     for path in ["/keys?prefix=/other/", "/key?key=/other/a", "/"] {
         visitor.open(path).await;
     }
     // The browser reads again. It receives the newest events, and the number of the others.
-    let put =
-        |number: i32| PutRequest { key: format!("/r/{number}").into(), value: "1".into(), ..PutRequest::default() };
+    let put = |number: i32| put(format!("/r/{number}"), "1");
     let success = (0..120).map(|number| RequestOp { request: Some(Request::RequestPut(put(number))) }).collect();
     client.kv.txn(TxnRequest { success, ..TxnRequest::default() }).await.expect("a transaction");
     first.until("more events, which are not shown").await;
@@ -135,7 +133,7 @@ async fn pages_of_keys_keep_no_old_values_in_memory() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
     let mut client = Client::connect(server.endpoint()).await;
     for _ in 0..50 {
-        put(&mut client, "a", &vec![b'x'; 1 << 20]).await;
+        client.put("a", vec![b'x'; 1 << 20]).await;
     }
     let page = Page::about(server.endpoint(), &[]);
     let mut visits = JoinSet::new();
@@ -158,7 +156,7 @@ async fn pages_that_browsers_do_not_read_are_bounded() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
     let mut client = Client::connect(server.endpoint()).await;
     // In HTML, a quotation mark has six bytes.
-    put(&mut client, "a", ("\"".repeat(99) + "\n").repeat(14_000).as_bytes()).await;
+    client.put("a", ("\"".repeat(99) + "\n").repeat(14_000)).await;
     let page = Page::about(server.endpoint(), &[]);
     let address = page.url.strip_prefix("http://").expect("an address");
     let mut responses = JoinSet::new();
@@ -228,9 +226,9 @@ async fn long_keys_are_cut_and_have_no_link() {
     let mut client = Client::connect(server.endpoint()).await;
     for number in 0..60 {
         let key = [format!("/r/{number:02}").into_bytes(), vec![0xff; 1_000_000]].concat();
-        client.kv.put(PutRequest { key: key.into(), ..PutRequest::default() }).await.expect("a put");
+        client.put(key, "").await;
     }
-    put(&mut client, &format!("/s/{}", "k".repeat(4_000)), b"value").await;
+    client.put(format!("/s/{}", "k".repeat(4_000)), b"value").await;
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
     let names = visitor.open("/keys?prefix=/r/").await;
@@ -243,7 +241,7 @@ async fn long_keys_are_cut_and_have_no_link() {
     // In sizes, the server cuts names after 4,096 bytes.
     let link = |letters| format!("href=\"/key?key=/t/{}\"", "k".repeat(letters));
     for letters in [4_000, 4_500] {
-        put(&mut client, &format!("/t/{}", "k".repeat(letters)), b"value").await;
+        client.put(format!("/t/{}", "k".repeat(letters)), b"value").await;
     }
     let sizes = eventually("sizes", async || {
         let sizes = visitor.clone().open("/sizes/live?prefix=/t/").await;
@@ -261,8 +259,8 @@ async fn long_values_are_shown_and_compared() {
     let mut client = Client::connect(server.endpoint()).await;
     // All lines of both, in another order.
     let text = |step: u64| (0..60_000).map(|number| format!("{}\n", number * step % 60_000)).collect::<String>();
-    let old = put(&mut client, "a", text(1).as_bytes()).await;
-    let new = put(&mut client, "a", text(7_919).as_bytes()).await;
+    let old = client.put("a", text(1)).await;
+    let new = client.put("a", text(7_919)).await;
     let page = Page::about(server.endpoint(), &[]);
     for mut visitor in [Visitor::new(&url), page.visitor()] {
         for path in [

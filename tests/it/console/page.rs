@@ -2,7 +2,6 @@
 
 use std::{collections::BTreeMap, process::Stdio};
 
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
 use percent_encoding::{NON_ALPHANUMERIC, percent_encode};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -10,7 +9,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{Answer, Client, DEADLINE, Lines, Started, memory_kib, orlop};
+use crate::support::{Answer, DEADLINE, Lines, Started, memory_kib, orlop};
 
 /// Start of the line with the address of the page.
 const READY: &str = "orlop: the web page is at ";
@@ -227,10 +226,4 @@ fn form(fields: &[(&str, &str)]) -> String {
     let fields: Vec<String> =
         fields.iter().map(|(name, value)| format!("{name}={}", encoded(value.as_bytes()))).collect();
     fields.join("&")
-}
-
-/// Puts a value. Returns its revision.
-pub async fn put(client: &mut Client, key: &str, value: &[u8]) -> i64 {
-    let request = PutRequest { key: key.to_owned().into(), value: value.to_vec().into(), ..Default::default() };
-    client.kv.put(request).await.expect("a put").into_inner().header.expect("a header").revision
 }

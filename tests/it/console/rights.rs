@@ -4,7 +4,7 @@ use orlop_wire::proto::client::etcdserverpb::{
     AuthUserAddRequest, AuthUserDeleteRequest, AuthUserGrantRoleRequest, AuthUserRevokeRoleRequest,
 };
 
-use super::page::{Page, put};
+use super::page::Page;
 use crate::{
     auth::{CHEAP, act_as, enable, password},
     support::{Backend, Client, Server, on_both_backends},
@@ -27,7 +27,7 @@ async fn events_end_if_the_user_may_no_longer_read_them(backend: Backend) {
         let mut visitor = page.visitor();
         assert_eq!(visitor.log_in(name, &password(name)).await.status, 303);
         let mut events = visitor.events("a").await;
-        put(&mut client, &format!("a/{name}"), b"1").await;
+        client.put(format!("a/{name}"), b"1").await;
         events.until(&format!("/key?key=a/{name}")).await;
         visitors.push(visitor);
         streams.push(events);

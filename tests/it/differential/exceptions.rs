@@ -152,7 +152,7 @@ fn unknown_sort_order(op: &Op, etcd: &Answer, ours: &mut Answer) {
 
 /// The requests do not change the store.
 fn unchecked(op: &Op, etcd: &Answer, ours: &mut Answer) {
-    if let Op::Leases | Op::TimeToLive(_) = op
+    if let Op::Leases | Op::TimeToLive(_) | Op::Status = op
         && is_refusal_of_rights(ours)
     {
         *ours = etcd.clone();

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use orlop_wire::proto::client::etcdserverpb::{CompactionRequest, PutRequest};
+use orlop_wire::proto::client::etcdserverpb::CompactionRequest;
 use tempfile::TempDir;
 
 use crate::{
@@ -12,11 +12,6 @@ use crate::{
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("the path is text")
-}
-
-async fn put(client: &mut Client, bytes: usize) -> i64 {
-    let put = PutRequest { key: "a".into(), value: vec![b'v'; bytes].into(), ..Default::default() };
-    client.kv.put(put).await.expect("a put").into_inner().header.expect("a header").revision
 }
 
 /// Runs a command, which must succeed. Returns what it synced, in order, with the sizes.
@@ -32,7 +27,7 @@ fn syncs_of(arguments: &[&str]) -> Vec<(PathBuf, u64)> {
 async fn saved_snapshots_and_restored_databases_are_synced_with_their_folders() {
     let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
     // So that the size of an incomplete file differs.
-    put(&mut Client::connect(server.endpoint()).await, 100_000).await;
+    Client::connect(server.endpoint()).await.put("a", vec![b'v'; 100_000]).await;
     let home = TempDir::new().expect("a folder");
     let home = home.path().canonicalize().expect("the folder exists");
     let (file, data) = (home.join("saved.db"), home.join("data"));
@@ -54,8 +49,8 @@ async fn copies_of_archived_rows_are_synced_before_the_rows_are_deleted() {
     let place = Place { environment: preload.listing_environment(), ..Place::default() };
     let server = Server::orlop_at(None, &["--history-retention", "1h"], place).await;
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, 1).await;
-    let revision = put(&mut client, 1).await;
+    client.put("a", "v").await;
+    let revision = client.put("a", "v").await;
     let before = preload.syncs().len();
     client.kv.compact(CompactionRequest { revision, physical: true }).await.expect("a compaction");
     let syncs = preload.syncs();

@@ -1,8 +1,6 @@
 //! The address of the database moves from a primary, which still answers, to its successor.
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
-
-use crate::support::{Client, Cluster, Link, Replication, Server, database_name, eventually};
+use crate::support::{Client, Cluster, Link, Replication, Server, database_name, eventually, get, put};
 
 /// Only the run of the server tells that it is another one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -15,8 +13,7 @@ async fn former_primary_that_hides_its_timeline_is_left() {
     former.psql(database, "REVOKE EXECUTE ON FUNCTION pg_control_system, pg_walfile_name FROM PUBLIC");
     let server = Server::orlop_on(&address.endpoint(&datastore), &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    let put = |key: &str| PutRequest { key: key.to_owned().into(), value: "1".into(), ..Default::default() };
-    client.kv.put(put("before")).await.expect("a put");
+    client.put("before", "1").await;
     let standby = &cluster.nodes()[cluster.best_standby()].postgres;
     let rows = format!("SELECT count(*) FROM {database}.kv_log");
     eventually("the write on the standby", async || {
@@ -35,9 +32,8 @@ async fn former_primary_that_hides_its_timeline_is_left() {
         if found == last { Err(found) } else { Ok(()) }
     })
     .await;
-    eventually("a write", async || client.clone().kv.put(put("after")).await).await;
+    eventually("a write", async || client.clone().kv.put(put("after", "1")).await).await;
     assert_eq!(successor.psql(database, &rows), "2");
     assert_eq!(former.psql(database, &rows), "1");
-    let range = RangeRequest { key: "after".into(), ..Default::default() };
-    assert_eq!(client.kv.range(range).await.expect("a linearizable read").into_inner().count, 1);
+    assert_eq!(client.kv.range(get("after")).await.expect("a linearizable read").into_inner().count, 1);
 }

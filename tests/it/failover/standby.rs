@@ -2,16 +2,10 @@
 
 use std::fs;
 
-use orlop_wire::proto::client::etcdserverpb::PutRequest;
-
-use crate::support::{Client, Cluster, Postgres, Replication, Server, database_name, eventually};
+use crate::support::{Client, Cluster, Postgres, Replication, Server, database_name, eventually, put};
 
 const SYNCHRONOUS: &str = "orlop_postgres_synchronous_replication";
 const STANDBYS: &str = "orlop_postgres_standbys";
-
-fn put(key: &str) -> PutRequest {
-    PutRequest { key: key.to_owned().into(), value: "1".into(), ..Default::default() }
-}
 
 async fn metric_becomes(server: &Server, name: &str, value: f64) {
     eventually(name, async || match server.metric(name).await {
@@ -30,7 +24,7 @@ async fn replication_is_not_called_synchronous_while_writes_do_not_wait() {
     primary.psql("postgres", &format!("ALTER ROLE {role} SET synchronous_commit = local"));
     let mut server = Server::orlop_on(&endpoint, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    client.kv.put(put("before")).await.expect("a put");
+    client.put("before", "1").await;
     metric_becomes(&server, STANDBYS, 2.0).await;
     assert_eq!(server.metric(SYNCHRONOUS).await, 0.0);
 
@@ -42,7 +36,7 @@ async fn replication_is_not_called_synchronous_while_writes_do_not_wait() {
     standbys.iter().for_each(|node| node.postgres.crash());
     // One check reads both.
     metric_becomes(&server, STANDBYS, 0.0).await;
-    client.kv.put(put("without a standby")).await.expect("its commit does not wait");
+    client.kv.put(put("without a standby", "1")).await.expect("its commit does not wait");
     assert_eq!(server.metric(SYNCHRONOUS).await, 0.0);
 
     standbys[0].postgres.start_again().await;
@@ -80,5 +74,5 @@ async fn start_without_a_standby_names_the_cause_and_waits() {
     .await;
     set_standbys(&postgres, "").await;
     let server = starting.await.expect("the same process serves");
-    Client::connect(server.endpoint()).await.kv.put(put("key")).await.expect("a put");
+    Client::connect(server.endpoint()).await.put("key", "1").await;
 }

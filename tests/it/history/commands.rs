@@ -8,7 +8,7 @@ use std::{
 use orlop_wire::proto::client::authpb::Permission;
 use orlop_wire::proto::client::etcdserverpb::{
     AuthEnableRequest, AuthRoleAddRequest, AuthRoleGrantPermissionRequest, AuthUserAddRequest,
-    AuthUserGrantRoleRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest, RangeRequest,
+    AuthUserGrantRoleRequest, CompactionRequest, DeleteRangeRequest, LeaseGrantRequest, PutRequest,
 };
 use serde_json::Value;
 use tokio::{
@@ -18,7 +18,9 @@ use tokio::{
 };
 
 use super::{KEEP, changes, changes_of};
-use crate::support::{Backend, Client, DEADLINE, Server, all, eventually, on_both_backends, orlop_program, run_async};
+use crate::support::{
+    Backend, Client, DEADLINE, Server, all, delete, eventually, get, on_both_backends, orlop_program, put, run_async,
+};
 
 /// Creates a command that is killed when it is dropped.
 pub(super) fn command(arguments: &[&str]) -> Command {
@@ -47,19 +49,13 @@ pub(super) async fn at(server: &Server, arguments: &[&str]) -> (i32, String, Str
     run(&[arguments, &["--endpoints", server.endpoint()]].concat()).await
 }
 
-pub(super) async fn put(client: &mut Client, key: &str, value: &str) {
-    let request = PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), ..Default::default() };
-    client.kv.put(request).await.expect("a put");
-}
-
 /// Revisions 2 to 6; everything before 6 is compacted.
 pub(super) async fn fill(client: &mut Client) {
-    put(client, "/a/1", "one\ntwo").await;
-    put(client, "/a/2", r#"{"b": 1}"#).await;
-    put(client, "/a/1", "one\nthree").await;
-    let delete = DeleteRangeRequest { key: "/a/2".into(), ..Default::default() };
-    client.kv.delete_range(delete).await.expect("a delete");
-    put(client, "/c", "\u{1b}[31mred").await;
+    client.put("/a/1", "one\ntwo").await;
+    client.put("/a/2", r#"{"b": 1}"#).await;
+    client.put("/a/1", "one\nthree").await;
+    client.kv.delete_range(delete("/a/2")).await.expect("a delete");
+    client.put("/c", "\u{1b}[31mred").await;
     client.kv.compact(CompactionRequest { revision: 6, physical: true }).await.expect("a compaction");
 }
 
@@ -168,9 +164,9 @@ async fn json_is_one_object_per_line(backend: Backend) {
     assert!(versions[0]["time"].as_str().is_some_and(|time| time.ends_with('Z')), "{versions:?}");
     let differences = objects(&["diff", "/a/", "--from", "3"]).await;
     assert_eq!((&differences[1]["key"], &differences[1]["new"]), (&Value::from("/a/2"), &Value::Null));
-    put(&mut client, "/s", r#"{"kind":"Secret","stringData":{"a":"one"}}"#).await;
-    put(&mut client, "/s", r#"{"kind":"Secret","stringData":{"a":"two"}}"#).await;
-    put(&mut client, "/s", r#"{"kind":"Secret","stringData":{"a":"two"}}"#).await;
+    client.put("/s", r#"{"kind":"Secret","stringData":{"a":"one"}}"#).await;
+    client.put("/s", r#"{"kind":"Secret","stringData":{"a":"two"}}"#).await;
+    client.put("/s", r#"{"kind":"Secret","stringData":{"a":"two"}}"#).await;
     for (from, to, is_changed) in [("7", "8", true), ("8", "9", false)] {
         let differences = objects(&["diff", "/s", "--from", from, "--to", to]).await;
         assert_eq!(differences[0]["old"]["value"], differences[0]["new"]["value"], "both are masked");
@@ -214,16 +210,15 @@ async fn rewind_writes_the_past_state(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let lease = client.lease.lease_grant(LeaseGrantRequest { id: 7, ttl: 600 }).await.expect("a lease").into_inner().id;
-    let attached = PutRequest { key: "/k/0".into(), value: "leased".into(), lease, ..Default::default() };
-    client.kv.put(attached).await.expect("a put");
+    client.kv.put(PutRequest { lease, ..put("/k/0", "leased") }).await.expect("a put");
     for number in 1..300 {
-        put(&mut client, &format!("/k/{number}"), &number.to_string()).await;
+        client.put(format!("/k/{number}"), number.to_string()).await;
     }
     let past = server_pairs(&mut client).await;
     let revision = head(&mut client).await.to_string();
     let all = DeleteRangeRequest { key: "/k/".into(), range_end: "/k0".into(), ..Default::default() };
     client.kv.delete_range(all).await.expect("a delete");
-    put(&mut client, "/k/new", "new").await;
+    client.put("/k/new", "new").await;
     let newest = head(&mut client).await;
     client.kv.compact(CompactionRequest { revision: newest, physical: true }).await.expect("a compaction");
 
@@ -253,8 +248,7 @@ async fn server_pairs(client: &mut Client) -> Vec<(Vec<u8>, Vec<u8>, i64)> {
 }
 
 pub(super) async fn head(client: &mut Client) -> i64 {
-    let get = RangeRequest { key: "\0".into(), ..Default::default() };
-    client.kv.range(get).await.expect("a range").into_inner().header.expect("a header").revision
+    client.kv.range(get("\0")).await.expect("a range").into_inner().header.expect("a header").revision
 }
 
 /// While a rewind runs, others write. Each version that the rewind wrote must replace exactly the version that its plan
@@ -264,12 +258,12 @@ async fn rewind_overwrites_no_change_of_others(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let key = |number: usize| format!("/k/{number:03}");
     for number in 0..100 {
-        put(&mut client, &key(number), "old").await;
+        client.put(key(number), "old").await;
     }
     let past = head(&mut client).await;
     for _ in 0..20 {
         for number in 0..100 {
-            put(&mut client, &key(number), "new").await;
+            client.put(key(number), "new").await;
         }
         let before = head(&mut client).await;
         let is_done = AtomicBool::new(false);
@@ -283,7 +277,7 @@ async fn rewind_overwrites_no_change_of_others(backend: Backend) {
         let mut other = Client::connect(server.endpoint()).await;
         let writing = async {
             for number in (0..100).rev().cycle() {
-                put(&mut other, &key(number), "other").await;
+                other.put(key(number), "other").await;
                 if is_done.load(Ordering::Relaxed) {
                     return;
                 }
@@ -347,28 +341,28 @@ async fn stopped_database_is_read(backend: Backend) {
 async fn followed_history_prints_new_versions(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &[]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/a/1", "one").await;
+    client.put("/a/1", "one").await;
     let mut process = command(&["history", "/a/", "--follow", "--brief", "--endpoints", server.endpoint()]);
     let mut process = process.stdout(std::process::Stdio::piped()).spawn().expect("orlop starts");
     let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
     let mut line =
         async || timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line").expect("a line");
     assert_eq!(without_times(&line().await), "revision 2  created  3 bytes  /a/1\n");
-    put(&mut client, "/b", "elsewhere").await;
-    put(&mut client, "/a/1", "three").await;
+    client.put("/b", "elsewhere").await;
+    client.put("/a/1", "three").await;
     let version = line().await;
     assert_eq!(without_times(&version), "revision 4  version 2  5 bytes  /a/1\n");
     assert!(version.starts_with("revision 4  by 2"), "the time is the latest possible one: {version}");
     // The next version cannot be written.
     drop(lines);
-    put(&mut client, "/a/1", "nobody reads this").await;
+    client.put("/a/1", "nobody reads this").await;
     let status = timeout(DEADLINE, process.wait()).await.expect("in time").expect("an exit status");
     assert!(status.success(), "{status}");
 }
 
 async fn values_that_cannot_be_written_are_an_error(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &[]).await else { return };
-    put(&mut Client::connect(server.endpoint()).await, "/a/1", "one").await;
+    Client::connect(server.endpoint()).await.put("/a/1", "one").await;
     for flags in [&[][..], &["--raw"]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("a device of Linux");
         let mut get = command(&[&["get", "/a/1", "--endpoints", server.endpoint()][..], flags].concat());
@@ -394,8 +388,7 @@ async fn past_needs_the_right_to_read(backend: Backend) {
     }
     // The user may not read the key of this lease.
     client.lease.lease_grant(LeaseGrantRequest { id: 7, ttl: 1_000 }).await.expect("a lease");
-    let other = PutRequest { key: "/other".into(), lease: 7, ..Default::default() };
-    client.kv.put(other).await.expect("a put");
+    client.kv.put(PutRequest { lease: 7, ..put("/other", "") }).await.expect("a put");
     let perm = Some(Permission { perm_type: 0, key: "/a/".into(), range_end: "/a0".into() });
     let grant = AuthRoleGrantPermissionRequest { name: "user".to_owned(), perm };
     client.auth.role_grant_permission(grant).await.expect("a permission");

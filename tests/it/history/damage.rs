@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use orlop_core::{
-    log::{Archive as _, History as _, Meta},
+    log::{Archive as _, Meta, ReadLog as _},
     types::Revision,
 };
 use orlop_sql::SqliteLog;

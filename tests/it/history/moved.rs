@@ -140,8 +140,7 @@ async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
         ON CONFLICT (name) DO UPDATE SET value = 3";
     Place::at(&datastore).execute(interrupted).await;
     compact(&mut client, 3).await;
-    let delete = DeleteRangeRequest { key: "a".into(), ..Default::default() };
-    client.kv.delete_range(delete).await.expect("a delete");
+    client.kv.delete_range(delete("a")).await.expect("a delete");
     model.write(&[("a", None)]);
     for value in ["2", "3"] {
         put(&mut client, &mut model, "b", value).await;
@@ -151,7 +150,7 @@ async fn interrupted_compaction_of_a_copy_is_finished(backend: Backend) {
     compact(&mut client, 6).await;
     prints(&migrate);
     let (_server, mut client) = started(&datastore).await;
-    let found = client.kv.range(RangeRequest { key: "a".into(), ..Default::default() }).await.expect("a range");
+    let found = client.kv.range(get("a")).await.expect("a range");
     assert_eq!(found.into_inner().count, 0, "a deleted key");
     compare(&mut client, &model, 1, &mut Random::new(36)).await;
     let of_source = state(&mut Client::connect(source.endpoint()).await).await;

@@ -13,11 +13,11 @@ use tokio::{
 
 use super::{
     KEEP,
-    commands::{at, command, head, put},
+    commands::{at, command, head},
 };
 use crate::{
     auth::{CHEAP, enable, password},
-    support::{Backend, Client, DEADLINE, Server, on_both_backends},
+    support::{Backend, Client, DEADLINE, Server, delete, get, on_both_backends, put, range},
 };
 
 const LARGE_KEYS: usize = 3000;
@@ -32,8 +32,8 @@ async fn put_all(client: &mut Client, puts: impl Iterator<Item = PutRequest>) {
 /// Puts values of 10 KB, together 30 MB.
 async fn put_large(client: &mut Client, byte: u8, leases: usize) {
     let put = |number: usize| {
-        let (key, value) = (format!("n/{number:04}").into(), vec![byte; 10_000].into());
-        PutRequest { key, value, lease: lease_of(number, leases), ..Default::default() }
+        let put = put(format!("n/{number:04}"), vec![byte; 10_000]);
+        PutRequest { lease: lease_of(number, leases), ..put }
     };
     for first in (0..LARGE_KEYS).step_by(100) {
         put_all(client, (first..first + 100).map(put)).await;
@@ -59,8 +59,7 @@ async fn large_states_are_rewound(backend: Backend) {
     let rewind = ["rewind", "n/", "--to", &past, "--yes", "--keys-only"];
     let (status, _, error) = at(&server, &rewind).await;
     assert_eq!((status, &*error), (0, ""));
-    let range = RangeRequest { key: "n/".into(), range_end: "n0".into(), ..Default::default() };
-    let kvs = client.kv.range(range).await.expect("a range").into_inner().kvs;
+    let kvs = client.kv.range(range("n/", "n0")).await.expect("a range").into_inner().kvs;
     assert_eq!(kvs.len(), LARGE_KEYS);
     let old = vec![b'a'; 10_000];
     assert!(kvs.iter().all(|kv| kv.value[..] == old[..]));
@@ -72,10 +71,7 @@ async fn transactions_of_many_operations_are_accepted(backend: Backend) {
     const KEYS: usize = 20_000;
     let Some(server) = Server::orlop_with(backend, &["--max-txn-ops", "50000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    let put = |number: usize| {
-        let key = format!("/registry/many/{number:06}").into();
-        PutRequest { key, value: "v".into(), ..Default::default() }
-    };
+    let put = |number: usize| put(format!("/registry/many/{number:06}"), "v");
     for first in (0..KEYS).step_by(5_000) {
         put_all(&mut client, (first..first + 5_000).map(put)).await;
     }
@@ -87,7 +83,7 @@ async fn transactions_of_many_operations_are_accepted(backend: Backend) {
     let rewind = ["rewind", first, "--to", &to, "--yes", "--keys-only", "--txn-ops", "50000"];
     let (status, _, error) = at(&server, &rewind).await;
     assert_eq!((status, &*error), (0, ""));
-    let count = RangeRequest { key: first.into(), range_end: end.into(), count_only: true, ..Default::default() };
+    let count = RangeRequest { count_only: true, ..range(first, end) };
     assert_eq!(client.kv.range(count).await.expect("a range").into_inner().count, 20_000);
     let transactions = head(&mut client).await - past - 1;
     assert!((2..10).contains(&transactions), "{transactions} transactions");
@@ -101,19 +97,18 @@ async fn longest_values_are_rewound(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let key = format!("/long/{}", "k".repeat(1_000));
     let longest = "v".repeat(REQUEST_BYTES - 2 * key.len() - 32);
-    put(&mut client, &key, &longest).await;
+    client.put(&key, &longest).await;
     let past = head(&mut client).await.to_string();
-    put(&mut client, &key, "new").await;
+    client.put(&key, "new").await;
     let (status, _, error) = at(&server, &["rewind", "/long/", "--to", &past, "--yes", "--keys-only"]).await;
     assert_eq!((status, &*error), (0, ""));
-    let request = RangeRequest { key: key.into(), ..Default::default() };
-    let kvs = client.kv.range(request).await.expect("a range").into_inner().kvs;
+    let kvs = client.kv.range(get(key)).await.expect("a range").into_inner().kvs;
     assert!(kvs.len() == 1 && kvs[0].value == longest);
 
     // The compare does not fit beside the longest value that a put accepts.
-    put(&mut client, "/longer", &"v".repeat(REQUEST_BYTES - 13)).await;
+    client.put("/longer", "v".repeat(REQUEST_BYTES - 13)).await;
     let past = head(&mut client).await.to_string();
-    put(&mut client, "/longer", "new").await;
+    client.put("/longer", "new").await;
     let (status, _, error) = at(&server, &["rewind", "/longer", "--to", &past, "--yes", "--keys-only"]).await;
     let expected = "request is too large: /longer (see the server's --max-request-bytes); 0 puts";
     assert!(status == 2 && error.contains(expected), "{error}");
@@ -126,11 +121,11 @@ fn key(number: usize) -> String {
 /// Puts 300 keys with long names, and puts them again. Returns the revision of the first values.
 async fn put_twice(client: &mut Client) -> i64 {
     for number in 0..300 {
-        put(client, &key(number), "old").await;
+        client.put(key(number), "old").await;
     }
     let past = head(client).await;
     for number in 0..300 {
-        put(client, &key(number), "new").await;
+        client.put(key(number), "new").await;
     }
     past
 }
@@ -177,11 +172,11 @@ fn conflicts(lines: &[String]) -> Vec<&str> {
 async fn changes_of_others_after_the_plan_are_conflicts(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/k/kept", "kept").await;
+    client.put("/k/kept", "kept").await;
     let past = put_twice(&mut client).await;
     let planned = Planned::start(&server, past, &[]).await;
-    put(&mut client, "/k/created", "by others").await;
-    put(&mut client, "/k/kept", "changed by others").await;
+    client.put("/k/created", "by others").await;
+    client.put("/k/kept", "changed by others").await;
     let changed = head(&mut client).await;
     let (status, lines, error) = planned.finish().await;
     assert_eq!((status, &*error), (Some(1), ""));
@@ -200,9 +195,8 @@ async fn conflicts_of_single_operations_are_named(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let past = put_twice(&mut client).await;
     let planned = Planned::start(&server, past, &["--txn-ops", "1"]).await;
-    put(&mut client, &key(7), "by others").await;
-    let delete = DeleteRangeRequest { key: key(8).into(), ..Default::default() };
-    client.kv.delete_range(delete).await.expect("a delete");
+    client.put(key(7), "by others").await;
+    client.kv.delete_range(delete(key(8))).await.expect("a delete");
     let changed = head(&mut client).await - 1;
     let (status, lines, error) = planned.finish().await;
     assert_eq!((status, &*error), (Some(1), ""));

@@ -14,7 +14,7 @@ use tokio::{
 
 use super::{
     KEEP,
-    commands::{at, command, fill, put, without_times},
+    commands::{at, command, fill, without_times},
 };
 use crate::{
     auth::{CHEAP, act_as, enable, password},
@@ -30,7 +30,7 @@ async fn oldest_readable_version_is_printed(backend: Backend) {
     let no_times = "orlop: the server records no times; it does if it runs with --history-retention\n";
     assert!(text.contains("time unknown"), "{text}");
     assert_eq!((status, &*without_times(&text), &*error), (0, oldest, no_times));
-    put(&mut client, "/a/1", "one\nfour").await;
+    client.put("/a/1", "one\nfour").await;
     let newest = "revision 7  version 3  8 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -three\n    +four\n";
     let both = [oldest, newest].concat();
     let nothing = "orlop: nothing found for the key /a/2; a prefix ends with / or needs --prefix\n";
@@ -66,8 +66,8 @@ async fn expired_token_is_renewed(backend: Backend) {
     let flags = ["--auth-token-ttl", "3", "--bcrypt-cost", "4"];
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/a/1", "one\ntwo").await;
-    put(&mut client, "/a/2", "two").await;
+    client.put("/a/1", "one\ntwo").await;
+    client.put("/a/2", "two").await;
     let root = || "root".to_owned();
     let user = AuthUserAddRequest { name: root(), password: "secret".to_owned(), ..Default::default() };
     client.auth.user_add(user).await.expect("a user");
@@ -90,7 +90,7 @@ async fn expired_token_is_renewed(backend: Backend) {
     sleep(Duration::from_secs(5)).await;
     let token = client.log_in("root", "secret").await.expect("a token");
     client.act_with(Some(&token));
-    put(&mut client, "/a/1", "one\nthree").await;
+    client.put("/a/1", "one\nthree").await;
     let changed = "revision 4  version 2  9 bytes  /a/1\n    @@ -1,2 +1,2 @@\n     one\n    -two\n    +three\n";
     assert_eq!(text(5).await, changed);
 }
@@ -100,7 +100,7 @@ async fn watch_begins_with_a_new_token(backend: Backend) {
     let flags = [&CHEAP[..], &["--auth-token-ttl", "3"]].concat();
     let Some(server) = Server::orlop_with(backend, &flags).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/a/1", &"a line of text\n".repeat(10_000)).await;
+    client.put("/a/1", "a line of text\n".repeat(10_000)).await;
     enable(&mut client).await;
     let follow = ["history", "/a/", "--follow", "--user", "root", "--password", &password("root")];
     let mut process = command(&[&follow[..], &["--endpoints", server.endpoint()]].concat());
@@ -117,7 +117,7 @@ async fn watch_begins_with_a_new_token(backend: Backend) {
     assert!(heading().await.starts_with("revision 2  created"));
     sleep(Duration::from_secs(5)).await;
     act_as(&mut client, "root").await;
-    put(&mut client, "/a/2", "two").await;
+    client.put("/a/2", "two").await;
     assert_eq!(heading().await, "revision 3  created  3 bytes  /a/2\n");
 }
 
@@ -132,7 +132,7 @@ fn follower(server: &Server, flags: &[&str]) -> Child {
 async fn error_of_a_follower_tells_how_to_go_on(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &[]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    put(&mut client, "/a/1", "one").await;
+    client.put("/a/1", "one").await;
     let mut process = follower(&server, &[]);
     let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
     let mut line = async || {
@@ -140,7 +140,7 @@ async fn error_of_a_follower_tells_how_to_go_on(backend: Backend) {
         without_times(&format!("{}\n", line.expect("a line")))
     };
     assert_eq!(line().await, "revision 2  created  3 bytes  /a/1\n");
-    put(&mut client, "/a/1", "two").await;
+    client.put("/a/1", "two").await;
     assert_eq!(line().await, "revision 3  version 2  3 bytes  /a/1\n");
     server.terminate().await;
     let ended = timeout(DEADLINE, process.wait_with_output()).await.expect("in time").expect("an exit status");
@@ -154,7 +154,7 @@ async fn error_of_a_follower_tells_how_to_go_on(backend: Backend) {
         if streams == 1.0 { Ok(()) } else { Err(streams) }
     })
     .await;
-    put(&mut Client::connect(server.endpoint()).await, "/a/1", "three").await;
+    Client::connect(server.endpoint()).await.put("/a/1", "three").await;
     let mut lines = BufReader::new(process.stdout.take().expect("a pipe")).lines();
     let line = timeout(DEADLINE, lines.next_line()).await.expect("in time").expect("a line").expect("a line");
     assert_eq!(without_times(&format!("{line}\n")), "revision 4  version 3  5 bytes  /a/1\n");
@@ -162,7 +162,7 @@ async fn error_of_a_follower_tells_how_to_go_on(backend: Backend) {
 
 async fn interrupted_command_leaves_no_folder(backend: Backend) {
     let Some(mut server) = Server::orlop_with(backend, &[]).await else { return };
-    put(&mut Client::connect(server.endpoint()).await, "/a/1", "one").await;
+    Client::connect(server.endpoint()).await.put("/a/1", "one").await;
     let (flag, place) = match server.datastore() {
         Some(datastore) => ("--datastore-endpoint", datastore.to_owned()),
         None => ("--data-dir", server.data_dir().display().to_string()),
@@ -199,7 +199,7 @@ async fn slow_reader_gets_all_versions_in_spite_of_a_compaction(backend: Backend
         let Some(server) = Server::orlop_with(backend, flags).await else { return };
         let mut client = Client::connect(server.endpoint()).await;
         for number in 0..30 {
-            put(&mut client, &format!("/big/{number}"), &"a line of text\n".repeat(1_400)).await;
+            client.put(format!("/big/{number}"), "a line of text\n".repeat(1_400)).await;
         }
         let mut process = command(&["history", "/big/", "--follow", "--endpoints", server.endpoint()]);
         let process = process.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -215,7 +215,7 @@ async fn slow_reader_gets_all_versions_in_spite_of_a_compaction(backend: Backend
         };
         assert_eq!(revision().await, Some(2));
         for key in ["/big/late", "/other", "/big/late"] {
-            put(&mut client, key, "value").await;
+            client.put(key, "value").await;
         }
         client.kv.compact(CompactionRequest { revision: 34, physical: true }).await.expect("a compaction");
         for expected in 3..=31 {
@@ -231,7 +231,7 @@ async fn slow_reader_gets_all_versions_in_spite_of_a_compaction(backend: Backend
             continue;
         }
         assert_eq!((revision().await, revision().await), (Some(32), Some(34)));
-        put(&mut client, "/big/late", "another value").await;
+        client.put("/big/late", "another value").await;
         assert_eq!(revision().await, Some(35));
         // The watch that the compaction has ended leaves no stream open.
         eventually("the end of the first stream", async || {

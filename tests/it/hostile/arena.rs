@@ -6,13 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RangeRequest};
 use tokio::{
     task::JoinSet,
     time::{sleep, timeout, timeout_at},
 };
 
-use crate::support::{Backend, Client, DEADLINE, Server, eventually, memory_kib};
+use crate::support::{Backend, Client, DEADLINE, Server, eventually, get, memory_kib, put};
 
 /// The test that the bystander's process runs.
 const BYSTANDER: &str = "hostile::arena::bystander";
@@ -223,11 +222,9 @@ async fn put_and_get_p99(endpoint: &str) -> Duration {
     let end = tokio::time::Instant::now() + DEADLINE * 4;
     for number in 0..sized(60, 6_000) {
         let began = Instant::now();
-        let put = PutRequest { key: "bystander".into(), value: vec![b'v'; 100].into(), ..Default::default() };
-        let get = RangeRequest { key: "bystander".into(), ..Default::default() };
         let both = async {
-            client.kv.put(put).await.expect("a put during the attack");
-            client.kv.range(get).await.expect("a get during the attack").into_inner().kvs.len()
+            client.kv.put(put("bystander", [b'v'; 100])).await.expect("a put during the attack");
+            client.kv.range(get("bystander")).await.expect("a get during the attack").into_inner().kvs.len()
         };
         let found = timeout_at(end, both).await;
         let found = found.unwrap_or_else(|_| panic!("call {number} of the bystander has no answer in time"));

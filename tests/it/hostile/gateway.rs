@@ -42,7 +42,7 @@ async fn unread_gateway_watch_uses_bounded_memory(backend: Backend) {
     }
     let mut writer = arena.client().await.kv;
     for _ in 0..sized(200, 1_000) {
-        writer.put(put("k", 100_000)).await.expect("a put");
+        writer.put(put("k", vec![b'v'; 100_000])).await.expect("a put");
     }
     arena.survives("gateway watches, never read", 900, held).await;
 }

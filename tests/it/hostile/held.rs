@@ -1,7 +1,10 @@
 //! Clients that send something complete, and then hold their streams or connections open.
 
 use futures_util::{StreamExt as _, future::select_all, stream::FuturesUnordered};
-use orlop_wire::proto::client::{etcdserverpb::LeaseTimeToLiveRequest, v3electionpb::LeaderRequest};
+use orlop_wire::proto::client::{
+    etcdserverpb::{LeaseTimeToLiveRequest, PutRequest},
+    v3electionpb::LeaderRequest,
+};
 
 use super::{
     streams::{complete_requests, unread_responses},
@@ -19,7 +22,7 @@ const PUTS_MAX: usize = 1_000;
 /// No call begins, because none of the clients ends its stream.
 async fn complete_messages_without_end_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &[]).await else { return };
-    let message = wire::message(&put("k", 1_000_000).encode_to_vec());
+    let message = wire::message(&put("k", vec![b'v'; 1_000_000]).encode_to_vec());
     let (tasks, answers, senders) = streams(arena.endpoint(), sized(1_000, 10_000), PUT, message).await;
     let refused = timeout(DEADLINE * 2, select_all(answers)).await;
     let (refused, _, waiting) = refused.expect("calls are refused when their messages use all memory");
@@ -65,7 +68,7 @@ async fn unread_keys_of_a_lease_use_bounded_memory(backend: Backend) {
     let Some(mut arena) = Arena::new(backend, &flags).await else { return };
     let mut client = arena.client().await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 3_600, id: LEASE }).await.expect("a grant");
-    let put = |number: usize| PutRequest { key: format!("{number:0100}").into(), lease: LEASE, ..Default::default() };
+    let put = |number: usize| PutRequest { lease: LEASE, ..put(format!("{number:0100}"), "") };
     for first in (0..sized(20_000, 100_000)).step_by(PUTS_MAX) {
         let puts = (first..first + PUTS_MAX).map(|number| op(Request::RequestPut(put(number))));
         let txn = TxnRequest { success: puts.collect(), ..Default::default() };

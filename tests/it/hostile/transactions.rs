@@ -1,5 +1,7 @@
 //! Transactions that look at many keys. They are evaluated in one step, so others wait for each.
 
+use orlop_wire::proto::client::etcdserverpb::RangeRequest;
+
 use super::*;
 
 /// Number of keys that are deleted and not compacted.
@@ -15,7 +17,7 @@ async fn transactions_over_deleted_keys_are_refused_soon(backend: Backend) {
     let mut kv = arena.client().await.kv;
     let nested = |success| op(Request::RequestTxn(TxnRequest { success, ..Default::default() }));
     let puts = |first: usize, count: usize| {
-        let puts = (first..first + count).map(|number| op(Request::RequestPut(put(&format!("k{number:06}"), 1))));
+        let puts = (first..first + count).map(|number| op(Request::RequestPut(put(format!("k{number:06}"), "v"))));
         TxnRequest { success: puts.collect(), ..Default::default() }
     };
     let delete = DeleteRangeRequest { key: "k".into(), range_end: "l".into(), prev_kv: false };

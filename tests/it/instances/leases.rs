@@ -6,8 +6,8 @@ use orlop_wire::proto::client::etcdserverpb::{
 use sqlx::{Connection as _, PgConnection};
 use tonic::Code;
 
-use super::{get, instances, put, put_at, value_at};
-use crate::support::{Client, Postgres, Server, eventually};
+use super::{instances, value_at};
+use crate::support::{Client, Postgres, Server, eventually, get, put};
 
 async fn grant(client: &mut Client, id: i64, ttl: i64) {
     client.lease.lease_grant(LeaseGrantRequest { ttl, id }).await.expect("a grant");
@@ -50,7 +50,7 @@ async fn changes_of_leases_reach_an_instance_that_was_paused() {
         for (id, ttl) in [(1, 600), (2, 600), (3, 600), (4, 2)] {
             grant(&mut a, id, ttl).await;
         }
-        put_at(&mut b, PutRequest { lease: 2, ..put("k", "1") }).await;
+        b.kv.put(PutRequest { lease: 2, ..put("k", "1") }).await.expect("a put");
         two.pause();
         let epoch = sqlx::query_scalar("SELECT value FROM meta WHERE name = 'epoch'").fetch_one(&mut database).await;
         let epoch: i64 = epoch.expect("the epoch is a fact");
@@ -72,7 +72,7 @@ async fn changes_of_leases_reach_an_instance_that_was_paused() {
             assert_eq!(granted_ttl(&mut b, id).await, ttl, "lease {id}, forgotten: {forgotten}");
         }
         assert_eq!(value_at(&mut b, get("k")).await, None, "the key of lease 2, forgotten: {forgotten}");
-        put_at(&mut b, PutRequest { lease: 5, ..put("k", "2") }).await;
+        b.kv.put(PutRequest { lease: 5, ..put("k", "2") }).await.expect("a put");
         let refused = b.kv.put(PutRequest { lease: 2, ..put("k", "3") }).await.expect_err("the lease has ended");
         assert_eq!(refused.code(), Code::NotFound, "forgotten: {forgotten}");
     }

@@ -291,8 +291,7 @@ async fn refused(backend: Backend, url: &str) -> Option<String> {
     let passwords = [":pass", "wo@rd", "wo%40rd", "pass%20word"];
     assert!(!passwords.iter().any(|password| text.contains(password)), "no password: {text}");
     let server = Server::orlop_on(&datastore, &[]).await;
-    let range = RangeRequest { key: "k".into(), ..Default::default() };
-    let answer = Client::connect(server.endpoint()).await.kv.range(range).await.expect("a range").into_inner();
+    let answer = Client::connect(server.endpoint()).await.kv.range(get("k")).await.expect("a range").into_inner();
     assert_eq!(answer.header.expect("a header").revision, 1, "the target is empty");
     Some(text)
 }

@@ -1,7 +1,7 @@
 //! The recorded control plane in kine's table: each recorded read has the recorded answer after the import.
 
 use orlop_wire::proto::client::etcdserverpb::{
-    RangeResponse, TxnRequest, TxnResponse, request_op::Request as Op, response_op::Response as OpAnswer,
+    PutRequest, RangeResponse, TxnRequest, TxnResponse, request_op::Request as Op, response_op::Response as OpAnswer,
 };
 
 use super::*;

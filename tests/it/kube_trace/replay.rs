@@ -6,7 +6,7 @@ use std::{
 };
 
 use orlop_wire::proto::client::etcdserverpb::{
-    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, RangeRequest, StatusRequest, kv_client::KvClient,
+    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, StatusRequest, kv_client::KvClient,
     lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
 };
 use tokio::time::{Instant, timeout};
@@ -21,6 +21,7 @@ use super::{
     trace::{Answer, CallId, Exchange, Metadata, RecordedEvent, Request, Step, with_metadata},
     watched::{RESPONSE_TIMEOUT, Watched},
 };
+use crate::support::get;
 
 /// Number of recorded responses that were compared.
 #[derive(PartialEq, Eq, Debug, Default)]
@@ -125,8 +126,7 @@ impl Instance {
     /// linearizable, such as the status and a watch's created response, contain the revision of the instance. The
     /// linearizable read itself must never return an older revision.
     async fn reach(&mut self, head: i64) {
-        let read = RangeRequest { key: "\0".into(), ..Default::default() };
-        let answer = self.kv.range(read).await.expect("the server takes a range").into_inner();
+        let answer = self.kv.range(get("\0")).await.expect("the server takes a range").into_inner();
         let revision = answer.header.expect("an answer has a header").revision;
         assert_eq!(revision, head, "a linearizable read sees every write that was answered, on any instance");
     }

@@ -59,7 +59,7 @@ async fn transaction_reads_its_own_writes_and_uses_one_revision(backend: Backend
     };
     let txn = TxnRequest {
         success: vec![
-            op(Request::RequestRange(range("new", ""))),
+            op(Request::RequestRange(get("new"))),
             op(Request::RequestPut(put("new", "1"))),
             op(Request::RequestTxn(nested)),
             op(Request::RequestRange(RangeRequest { revision: 4, ..all() })),
@@ -96,7 +96,7 @@ async fn transaction_that_looks_at_too_many_keys_is_refused(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
     let nested = |success: Vec<RequestOp>| op(Request::RequestTxn(of(success)));
-    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(&format!("k{number}"), "v"))));
+    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(format!("k{number}"), "v"))));
     client.kv.txn(of(puts.collect())).await.expect("a transaction");
     let count = op(Request::RequestRange(RangeRequest { count_only: true, ..all() }));
     const GREATER: i32 = 1;
@@ -123,7 +123,7 @@ async fn deleted_keys_count_toward_the_limit_of_a_transaction(backend: Backend) 
     let Some(server) = Server::orlop_with(backend, &["--max-txn-ops", "1000"]).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
     let of = |success: Vec<RequestOp>| TxnRequest { success, ..Default::default() };
-    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(&format!("k{number}"), "v"))));
+    let puts = (0..KEYS).map(|number| op(Request::RequestPut(put(format!("k{number}"), "v"))));
     client.kv.txn(of(puts.collect())).await.expect("a transaction");
     let delete = op(Request::RequestDeleteRange(DeleteRangeRequest { prev_kv: false, ..delete("k", "l") }));
     let count = |revision| op(Request::RequestRange(RangeRequest { count_only: true, revision, ..all() }));
@@ -200,20 +200,20 @@ async fn transactions_read_values_that_are_not_cached(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     for prefix in ["a", "b"] {
         for first in (0..KEYS).step_by(100) {
-            let puts = (first..first + 100)
-                .map(|number| op(Request::RequestPut(put(&format!("{prefix}{number:03}"), prefix))));
+            let puts =
+                (first..first + 100).map(|number| op(Request::RequestPut(put(format!("{prefix}{number:03}"), prefix))));
             let txn = TxnRequest { success: puts.collect(), ..Default::default() };
             client.kv.txn(txn).await.expect("a transaction");
         }
     }
     for (compared, value, ranged, succeeds, found) in [
-        (range("a000", ""), "a", range("b000", ""), true, 1),
-        (range("a000", ""), "a", range("b", "c"), true, KEYS),
-        (range("a", "b"), "a", range("b000", ""), true, 1),
+        (get("a000"), "a", get("b000"), true, 1),
+        (get("a000"), "a", range("b", "c"), true, KEYS),
+        (range("a", "b"), "a", get("b000"), true, 1),
         (range("a", "b"), "a", range("b", "c"), true, KEYS),
         (range("a", "b"), "a", range("a", "b"), true, KEYS),
         (range("a", "c"), "a", range("b", "c"), false, 2 * KEYS),
-        (range("a000", ""), "b", range("b", "c"), false, 2 * KEYS),
+        (get("a000"), "b", range("b", "c"), false, 2 * KEYS),
     ] {
         let what = format!("{compared:?} is {value}, {ranged:?}");
         let compare = Compare {

@@ -12,8 +12,8 @@ use std::{
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, ResponseHeader, StatusRequest, TxnRequest,
-        compare::TargetUnion, maintenance_client::MaintenanceClient, request_op::Request, response_op::Response,
+        Compare, RequestOp, ResponseHeader, StatusRequest, TxnRequest, compare::TargetUnion,
+        maintenance_client::MaintenanceClient, request_op::Request, response_op::Response,
     },
     mvccpb::KeyValue,
 };
@@ -29,7 +29,7 @@ use super::{
     connection::{Endpoints, connect, value},
     watcher::Log,
 };
-use crate::support::{Client as Clients, Connection, DEADLINE, Random, eventually};
+use crate::support::{Client as Clients, Connection, DEADLINE, Random, delete, eventually, get, put};
 
 const KEYS: usize = 4;
 /// Request timeout of a client, like that of kube-apiserver.
@@ -167,8 +167,7 @@ impl Client {
 pub async fn head(endpoints: &Endpoints) -> i64 {
     eventually("a read after the last fault", async || {
         let mut connection = connect(endpoints, 0).await.ok_or("no connection")?;
-        let range = RangeRequest { key: "k".into(), ..Default::default() };
-        let answer = timeout(DEADLINE, connection.kv.range(range)).await.map_err(|_| "no answer")?;
+        let answer = timeout(DEADLINE, connection.kv.range(get("k"))).await.map_err(|_| "no answer")?;
         Ok::<_, &str>(revision(answer.map_err(|_| "an error")?.into_inner().header))
     })
     .await
@@ -199,28 +198,24 @@ pub async fn answer<T>(mut maintenance: MaintenanceClient<Connection>, call: imp
 }
 
 async fn call(connection: &mut Clients, key: &str, ask: Ask) -> Result<(Answer, i64), Failure> {
-    let bytes = || bytes::Bytes::copy_from_slice(key.as_bytes());
-    let put = |value: u64| PutRequest { key: bytes(), value: value.to_string().into(), ..Default::default() };
-    let get = || RangeRequest { key: bytes(), ..Default::default() };
     let kv = &mut connection.kv;
     match ask {
         Ask::Put(value) => {
-            let header = revision(kv.put(put(value)).await.map_err(failure)?.into_inner().header);
+            let header = revision(kv.put(put(key, value.to_string())).await.map_err(failure)?.into_inner().header);
             Ok((Answer::Written(header), header))
         }
         Ask::Read => {
-            let answer = kv.range(get()).await.map_err(failure)?.into_inner();
+            let answer = kv.range(get(key)).await.map_err(failure)?.into_inner();
             Ok((Answer::Found(found(&answer.kvs)), revision(answer.header)))
         }
         Ask::Delete => {
-            let delete = DeleteRangeRequest { key: bytes(), ..Default::default() };
-            let answer = kv.delete_range(delete).await.map_err(failure)?.into_inner();
+            let answer = kv.delete_range(delete(key)).await.map_err(failure)?.into_inner();
             let header = revision(answer.header);
             Ok((if answer.deleted == 0 { Answer::Nothing } else { Answer::Written(header) }, header))
         }
         Ask::Swap { old, new } => {
             let compare = Compare {
-                key: bytes(),
+                key: key.to_owned().into(),
                 target: 3,
                 target_union: Some(TargetUnion::Value(old.to_string().into())),
                 ..Default::default()
@@ -228,8 +223,8 @@ async fn call(connection: &mut Clients, key: &str, ask: Ask) -> Result<(Answer, 
             let op = |request| RequestOp { request: Some(request) };
             let txn = TxnRequest {
                 compare: vec![compare],
-                success: vec![op(Request::RequestPut(put(new)))],
-                failure: vec![op(Request::RequestRange(get()))],
+                success: vec![op(Request::RequestPut(put(key, new.to_string())))],
+                failure: vec![op(Request::RequestRange(get(key)))],
             };
             let answer = kv.txn(txn).await.map_err(failure)?.into_inner();
             let header = revision(answer.header);

@@ -11,7 +11,7 @@ use std::{
 
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        Compare, LeaseGrantRequest, LeaseKeepAliveRequest, RangeRequest, RequestOp, TxnRequest, WatchRequest,
+        Compare, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RequestOp, TxnRequest, WatchRequest,
         compare::{CompareResult, CompareTarget, TargetUnion},
         request_op::Request,
         watch_request::RequestUnion,
@@ -26,10 +26,7 @@ use tokio_stream::StreamExt as _;
 use tonic::Status;
 
 use super::{Destination, Source, WRITERS, source};
-use crate::{
-    snapshot::put,
-    support::{Backend, Client, DEADLINE, Etcd, Link, everything, on_both_backends},
-};
+use crate::support::{Backend, Client, DEADLINE, Etcd, Link, everything, get, on_both_backends, put};
 
 /// Writes of each client after it was moved.
 const WRITES_AFTER: usize = 20;
@@ -78,15 +75,14 @@ async fn swap_once(client: &mut Client, key: &str, value: &str, revision: i64) -
         target_union: Some(TargetUnion::ModRevision(revision)),
         ..Default::default()
     };
-    let put = Request::RequestPut(put(key.to_owned(), value.to_owned().into_bytes(), 0));
+    let put = Request::RequestPut(put(key, value));
     let txn = TxnRequest { compare: vec![unchanged], success: vec![RequestOp { request: Some(put) }], failure: vec![] };
     let answer = client.kv.txn(txn).await?.into_inner();
     Ok(answer.succeeded.then(|| answer.header.expect("a header").revision))
 }
 
 async fn current(client: &mut Client, key: &str) -> Result<i64, Status> {
-    let range = RangeRequest { key: key.to_owned().into(), ..Default::default() };
-    let found = client.kv.range(range).await?.into_inner().kvs;
+    let found = client.kv.range(get(key)).await?.into_inner().kvs;
     Ok(found.first().map_or(0, |pair| pair.mod_revision))
 }
 
@@ -139,7 +135,7 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
     let address = format!("http://127.0.0.1:{}", balancer.port());
     let mut client = Client::connect(&address).await;
     let lease = client.lease.lease_grant(LeaseGrantRequest { ttl: 30, id: 0 }).await.expect("a lease").into_inner().id;
-    client.kv.put(put("leased".to_owned(), vec![b'1'], lease)).await.expect("a put");
+    client.kv.put(PutRequest { lease, ..put("leased", "1") }).await.expect("a put");
     let (moved, end) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicI64::new(-1)));
     let mut writers = JoinSet::new();
     for writer in 0..WRITERS {
@@ -159,8 +155,7 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
         record.writes.extend(acknowledged.expect("a writer"));
     }
     let mut client = Client::connect(copy.endpoint()).await;
-    let head = client.kv.range(RangeRequest { key: "leased".into(), ..Default::default() }).await.expect("a range");
-    let head = head.into_inner();
+    let head = client.kv.range(get("leased")).await.expect("a range").into_inner();
     assert_eq!(head.kvs.first().map(|pair| pair.lease), Some(lease), "the key is attached to its lease");
     let head = head.header.expect("a header").revision;
     end.store(head, Ordering::Relaxed);
@@ -174,7 +169,7 @@ async fn clients_go_on_at_the_copy_of(of: Source, backend: Backend) {
     let alive = tokio_stream::once(LeaseKeepAliveRequest { id: lease }).chain(tokio_stream::pending());
     let mut answers = client.lease.lease_keep_alive(alive).await.expect("a stream").into_inner();
     assert_eq!(answers.message().await.expect("an answer").expect("an answer").ttl, 30, "the lease goes on");
-    let refused = Client::connect(source.endpoint()).await.kv.put(put("late".to_owned(), vec![], 0)).await;
+    let refused = Client::connect(source.endpoint()).await.kv.put(put("late", "")).await;
     assert!(refused.is_err_and(|status| status.message() == "etcdserver: corrupt cluster"), "the source is fenced");
 }
 

@@ -4,14 +4,14 @@ use std::{fs, process::Command};
 
 use orlop_wire::proto::client::etcdserverpb::{
     AlarmRequest, AlarmType, AuthEnableRequest, AuthUserAddRequest, AuthUserGrantRoleRequest, LeaseGrantRequest,
-    LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberAddRequest, RangeRequest,
+    LeaseLeasesRequest, LeaseRevokeRequest, LeaseTimeToLiveRequest, MemberAddRequest, PutRequest,
     alarm_request::AlarmAction,
 };
 
 use super::{Destination, Source, source};
 use crate::{
-    snapshot::{self, etcd::add_users, put},
-    support::{Backend, Client, Etcd, Server, etcd_tool, eventually, on_both_backends, run, skip},
+    snapshot::{self, etcd::add_users},
+    support::{Backend, Client, Etcd, Server, etcd_tool, eventually, get, on_both_backends, put, range, run, skip},
 };
 
 /// `auth enable` does not change the revision of users and roles.
@@ -30,8 +30,7 @@ async fn auth_that_was_enabled_after_the_snapshot_is_copied(backend: Backend) {
         let output = destination.copied(&source, &["--user", "root:wonder"]).await;
         assert!(output.contains("Auth was enabled; starting again with a new snapshot"), "{output}");
         let copy = destination.server().await;
-        let range = RangeRequest { key: "a".into(), ..Default::default() };
-        let refused = Client::connect(copy.endpoint()).await.kv.range(range).await.expect_err("a login is needed");
+        let refused = Client::connect(copy.endpoint()).await.kv.range(get("a")).await.expect_err("a login is needed");
         assert_eq!(refused.message(), "etcdserver: user name is empty");
     }
 }
@@ -69,7 +68,7 @@ async fn lease_that_was_granted_again_has_its_new_ttl(backend: Backend) {
         let mut client = Client::connect(source.endpoint()).await;
         for ttl in [600, 5_000] {
             client.lease.lease_grant(LeaseGrantRequest { ttl, id: 123 }).await.expect("a lease");
-            client.kv.put(put("leased".to_owned(), vec![1], 123)).await.expect("a put");
+            client.kv.put(PutRequest { lease: 123, ..put("leased", [1]) }).await.expect("a put");
             let output = destination.copied(&source, &[]).await;
             assert!(output.contains("verified"), "{output}");
             client.lease.lease_revoke(LeaseRevokeRequest { id: 123 }).await.expect("a revocation");
@@ -85,7 +84,7 @@ async fn lease_that_was_granted_again_has_its_new_ttl(backend: Backend) {
 /// Puts a key with a lease of its own of a few seconds.
 async fn put_for_seconds(client: &mut Client, key: &str) {
     let granted = client.lease.lease_grant(LeaseGrantRequest { ttl: 10, id: 0 }).await.expect("a lease").into_inner();
-    client.kv.put(put(key.to_owned(), vec![1], granted.id)).await.expect("a put");
+    client.kv.put(PutRequest { lease: granted.id, ..put(key, [1]) }).await.expect("a put");
 }
 
 /// A fenced Orlop does not list a lease that has expired, but has its keys.
@@ -105,7 +104,7 @@ async fn keys_of_leases_that_expired_under_the_fence_end_at_the_copy(backend: Ba
         if listed.leases.is_empty() { Ok(()) } else { Err(listed) }
     })
     .await;
-    let leased = RangeRequest { key: "leased/".into(), range_end: "leased0".into(), ..Default::default() };
+    let leased = range("leased/", "leased0");
     let kept = client.kv.range(leased.clone()).await.expect("a range").into_inner();
     assert!(kept.kvs.iter().any(|pair| pair.key[..] == b"leased/event"[..]), "{kept:?}");
     destination.copied(&source, &[]).await;
@@ -124,7 +123,7 @@ async fn member_without_a_quorum_is_passed_over(backend: Backend) {
     let (Some(lost), Some(source)) = (Server::etcd().await, Server::etcd().await) else { return };
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(source.endpoint()).await;
-    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("key", [1]).await;
     // The second of two members never starts.
     let second = MemberAddRequest { peer_ur_ls: vec!["http://127.0.0.1:1".to_owned()], ..Default::default() };
     Client::connect(lost.endpoint()).await.cluster.member_add(second).await.expect("a member");
@@ -140,7 +139,7 @@ async fn source_with_raised_revisions_is_refused_before_the_copy(backend: Backen
     let Some(before) = Server::etcd().await else { return };
     let Some(destination) = Destination::new(backend).await else { return };
     let mut client = Client::connect(before.endpoint()).await;
-    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("key", [1]).await;
     let file = snapshot::save(&mut client, destination.home.path()).await;
     let data = destination.home.path().join("raised.etcd");
     let mut restore = Command::new(etcdutl);

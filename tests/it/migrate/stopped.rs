@@ -3,10 +3,7 @@
 use std::time::Duration;
 
 use super::Destination;
-use crate::{
-    snapshot::put,
-    support::{Backend, Client, Link, NetworkState, Server, on_both_backends},
-};
+use crate::support::{Backend, Client, Link, NetworkState, Server, on_both_backends, put};
 
 const ONCE: [&str; 2] = ["--once", "--fence"];
 const RECEIVES: &str = "receiving a snapshot";
@@ -24,7 +21,7 @@ async fn first_signal_ends_once_and_clears_the_alarm(backend: Backend) {
     let Some(source) = Server::etcd().await else { return };
     let (_link, address) = slow_link(&source).await;
     let mut client = Client::connect(source.endpoint()).await;
-    client.kv.put(put("key".to_owned(), vec![1], 0)).await.expect("a put");
+    client.put("key", [1]).await;
     for (stopped_at, was_fenced) in [(RECEIVES, false), (IS_FENCED, true)] {
         let Some(destination) = Destination::new(backend).await else { return };
         let mut migrator = destination.migrate(&address, &ONCE);
@@ -33,7 +30,7 @@ async fn first_signal_ends_once_and_clears_the_alarm(backend: Backend) {
         assert_eq!(status.code(), Some(1), "{output}");
         assert!(output.contains("stopped before the copy was complete"), "{output}");
         assert_eq!(output.contains(IS_FENCED), was_fenced, "{output}");
-        client.kv.put(put("key".to_owned(), vec![2], 0)).await.expect("the source accepts writes");
+        client.kv.put(put("key", [2])).await.expect("the source accepts writes");
     }
 }
 

@@ -2,11 +2,9 @@
 
 use std::{path::Path, process::Command, time::Duration};
 
-use orlop_wire::proto::client::etcdserverpb::RangeRequest;
 use tokio::time::{sleep, timeout};
 
-use super::put_at;
-use crate::support::{Client, DEADLINE, Postgres, Server, database_name, eventually, text};
+use crate::support::{Client, DEADLINE, Postgres, Server, database_name, eventually, get, text};
 
 /// Runs a program of Postgres as the superuser.
 fn run(postgres: &Postgres, program: &str, arguments: &[&str]) {
@@ -39,18 +37,17 @@ async fn check_stopped(go_back: impl Fn(&Postgres, &str, &Path)) {
     let database = database_name(&datastore);
     let mut server = Server::orlop_on(&datastore, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    assert_eq!(put_at(&mut client, "kept").await, 2);
+    assert_eq!(client.put("kept", "value").await, 2);
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("dump");
     dump(postgres, database, &file);
     for revision in 3..=5 {
-        assert_eq!(put_at(&mut client, "lost").await, revision);
+        assert_eq!(client.put("lost", "value").await, revision);
     }
     go_back(postgres, database, &file);
     let reading = async {
         while server.runs() {
-            let range = RangeRequest { key: "lost".into(), ..Default::default() };
-            client.kv.range(range).await.expect_err("the database does not have this key");
+            client.kv.range(get("lost")).await.expect_err("the database does not have this key");
             sleep(Duration::from_millis(10)).await;
         }
     };
@@ -82,24 +79,24 @@ async fn restored_log_that_another_instance_wrote_past_stops_the_instance() {
     let database = database_name(&datastore);
     let mut server = Server::orlop_on(&datastore, &["--name", "one"]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    assert_eq!(put_at(&mut client, "kept").await, 2);
+    assert_eq!(client.put("kept", "value").await, 2);
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("dump");
     dump(postgres, database, &file);
-    assert_eq!(put_at(&mut client, "lost").await, 3);
+    assert_eq!(client.put("lost", "value").await, 3);
 
     server.pause();
     restore(postgres, database, &file);
     let other = Server::orlop_on(&datastore, &["--name", "two"]).await;
     let mut other_client = Client::connect(other.endpoint()).await;
     for revision in 3..=7 {
-        assert_eq!(put_at(&mut other_client, "another").await, revision);
+        assert_eq!(other_client.put("another", "value").await, revision);
     }
     server.resume();
     assert!(!server.ended().await.success());
     let log = server.log_tail();
     assert!(log.contains("revision 3 differs") && log.contains("ends at revision 7"), "{log}");
-    assert_eq!(put_at(&mut other_client, "another").await, 8, "the other instance continues");
+    assert_eq!(other_client.put("another", "value").await, 8, "the other instance continues");
 }
 
 /// Another number of the log, as after the migration of an older version, must not stop or block an instance.
@@ -110,16 +107,15 @@ async fn instance_continues_when_only_the_number_of_the_log_changes() {
     let database = database_name(&datastore);
     let server = Server::orlop_on(&datastore, &[]).await;
     let mut client = Client::connect(server.endpoint()).await;
-    assert_eq!(put_at(&mut client, "before").await, 2);
+    assert_eq!(client.put("before", "value").await, 2);
     let copy = format!(
         "SET search_path = {database}; BEGIN; LOCK TABLE kv_log; ALTER TABLE kv_log RENAME TO old; \
          CREATE TABLE kv_log (LIKE old INCLUDING ALL); ALTER TABLE kv_log OWNER TO {database}; \
          INSERT INTO kv_log SELECT * FROM old; COMMIT"
     );
     postgres.psql(database, &copy);
-    assert_eq!(put_at(&mut client, "after").await, 3);
-    let range = RangeRequest { key: "before".into(), ..Default::default() };
-    assert_eq!(client.kv.range(range).await.expect("a linearizable read").into_inner().count, 1);
+    assert_eq!(client.put("after", "value").await, 3);
+    assert_eq!(client.kv.range(get("before")).await.expect("a linearizable read").into_inner().count, 1);
 }
 
 /// A restored table has the row of an earlier run of the instance, once.

@@ -8,7 +8,7 @@ use orlop_wire::proto::client::{
     authpb::Permission,
     etcdserverpb::{
         AlarmRequest, AlarmType, AuthRoleAddRequest, AuthRoleGetRequest, AuthRoleGrantPermissionRequest,
-        AuthUserAddRequest, AuthUserGetRequest, AuthUserGrantRoleRequest, AuthUserListRequest,
+        AuthUserAddRequest, AuthUserGetRequest, AuthUserGrantRoleRequest, AuthUserListRequest, DeleteRangeRequest,
         alarm_request::AlarmAction,
     },
     leasepb,
@@ -155,8 +155,7 @@ async fn snapshots_go_from_etcd_to_orlop_and_back(backend: Backend) {
         let mut back = Client::connect(back.endpoint()).await;
         check_same(&seen(&mut back).await, &before);
         for client in [&mut client, &mut back] {
-            let next = client.kv.put(put("new".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
-            assert_eq!(next.header.expect("a header").revision, before.revision + 1);
+            assert_eq!(client.put("new", "").await, before.revision + 1);
         }
     }
 }
@@ -192,7 +191,7 @@ async fn history_in_etcd_is_taken_only_if_it_is_complete(backend: Backend) {
     let Some(orlop) = Server::orlop_with(backend, &["--history-retention", "1h"]).await else { return };
     let mut client = Client::connect(orlop.endpoint()).await;
     for value in 1..=6 {
-        client.kv.put(put("a".to_owned(), vec![value], 0)).await.expect("a put");
+        client.put("a", [value]).await;
     }
     client.kv.compact(CompactionRequest { revision: 4, physical: true }).await.expect("a compaction");
     let home = TempDir::new().expect("a folder");
@@ -226,7 +225,7 @@ async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
     let home = TempDir::new().expect("a folder");
     let mut client = Client::connect(source.endpoint()).await;
     for key in ["a", "b", "a"] {
-        client.kv.put(put(key.to_owned(), vec![1], 0)).await.expect("a put");
+        client.put(key, [1]).await;
     }
     let file = save(&mut client, home.path()).await;
     let flags = ["--bump-revision", "1000", "--mark-compacted"];
@@ -252,11 +251,10 @@ async fn revisions_are_raised_as_etcdutl_does(backend: Backend) {
         let found = pairs(&mut client, 1_004).await;
         let revisions: Vec<i64> = found.iter().map(|pair| pair.mod_revision).collect();
         assert_eq!(revisions, [4, 3], "at the head");
-        let range = RangeRequest { key: "a".into(), revision: 1_003, ..Default::default() };
+        let range = RangeRequest { revision: 1_003, ..get("a") };
         let refused = client.kv.range(range).await.expect_err("a compacted revision");
         assert!(refused.message().contains("has been compacted"), "{refused}");
-        let next = client.kv.put(put("c".to_owned(), Vec::new(), 0)).await.expect("a put").into_inner();
-        assert_eq!(next.header.expect("a header").revision, 1_005);
+        assert_eq!(client.put("c", "").await, 1_005);
     }
     let checked = prints(&["check", "--datastore-endpoint", &datastore]);
     assert!(checked.contains("sound"), "{checked}");
@@ -267,14 +265,13 @@ async fn compacted_transactions_are_restored(backend: Backend) {
     let Some(etcd) = Server::etcd().await else { return };
     let mut client = Client::connect(etcd.endpoint()).await;
     let puts = |keys: &[&str]| {
-        let operation =
-            |key: &&str| RequestOp { request: Some(Request::RequestPut(put((*key).to_owned(), vec![1], 0))) };
+        let operation = |key: &&str| RequestOp { request: Some(Request::RequestPut(put(key, [1]))) };
         TxnRequest { success: keys.iter().map(operation).collect(), ..Default::default() }
     };
     for keys in [&["a", "b", "c"][..], &["b"], &["a", "c", "d"]] {
         client.kv.txn(puts(keys)).await.expect("a transaction");
     }
-    let delete = DeleteRangeRequest { key: "a".into(), range_end: "c".into(), ..Default::default() };
+    let delete = DeleteRangeRequest { range_end: "c".into(), ..delete("a") };
     client.kv.delete_range(delete).await.expect("a delete");
     client.kv.txn(puts(&["a", "d"])).await.expect("a transaction");
     for revision in 2..=6 {
@@ -372,7 +369,7 @@ async fn check_refused_unless_stopped(etcd: &mut Server) {
         let lower = AlarmRequest { action: AlarmAction::Deactivate.into(), ..raise };
         let mut client = Client::connect(etcd.endpoint()).await;
         client.maintenance.alarm(lower).await.expect("an alarm");
-        client.kv.put(put("key/0".to_owned(), Vec::new(), 0)).await.expect("a put");
+        client.put("key/0", "").await;
         etcd.terminate().await;
     }
 }
@@ -406,7 +403,7 @@ async fn stopped_etcd_is_restored(etcd: Etcd, backend: Backend) {
     let Some(mut etcd) = Server::etcd_of(etcd, &lazy, None).await else { return };
     let mut client = Client::connect(etcd.endpoint()).await;
     for number in 0..300_u16 {
-        client.kv.put(put(format!("key/{number}"), vec![7; 500], 0)).await.expect("a put");
+        client.put(format!("key/{number}"), vec![7; 500]).await;
     }
     let (folder, file) = (etcd.data_dir(), etcd.data_dir().join("member/snap/db"));
     check_refused(&["snapshot", "status", path(&folder)], &["an etcd uses"]);

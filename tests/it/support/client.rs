@@ -1,11 +1,13 @@
-//! One client for each service of a server, all over one connection.
+//! One client for each service of a server, all over one connection, and requests of the service KV.
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use orlop_wire::proto::client::{
     etcdserverpb::{
-        AuthenticateRequest, auth_client::AuthClient, cluster_client::ClusterClient, kv_client::KvClient,
-        lease_client::LeaseClient, maintenance_client::MaintenanceClient, watch_client::WatchClient,
+        AuthenticateRequest, DeleteRangeRequest, PutRequest, RangeRequest, auth_client::AuthClient,
+        cluster_client::ClusterClient, kv_client::KvClient, lease_client::LeaseClient,
+        maintenance_client::MaintenanceClient, watch_client::WatchClient,
     },
     orlopb::{history_client::HistoryClient, insight_client::InsightClient},
     v3electionpb::election_client::ElectionClient,
@@ -86,4 +88,41 @@ impl Client {
         let request = AuthenticateRequest { name: name.to_owned(), password: password.to_owned() };
         Ok(self.auth.authenticate(request).await?.into_inner().token)
     }
+
+    /// Puts a pair. Returns its revision.
+    ///
+    /// # Panics
+    /// If the server refuses the put.
+    pub async fn put(&mut self, key: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> i64 {
+        self.kv.put(put(key, value)).await.expect("a put").into_inner().header.expect("a header").revision
+    }
+}
+
+/// Returns a request to put a pair without a lease.
+pub fn put(key: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> PutRequest {
+    PutRequest { key: bytes(key), value: bytes(value), ..Default::default() }
+}
+
+/// Returns a request for the pair of a key.
+pub fn get(key: impl AsRef<[u8]>) -> RangeRequest {
+    range(key, "")
+}
+
+/// Returns a request for the pairs of a range.
+pub fn range(key: impl AsRef<[u8]>, range_end: impl AsRef<[u8]>) -> RangeRequest {
+    RangeRequest { key: bytes(key), range_end: bytes(range_end), ..Default::default() }
+}
+
+/// Returns a request for all pairs.
+pub fn all() -> RangeRequest {
+    range("\0", "\0")
+}
+
+/// Returns a request to delete a key.
+pub fn delete(key: impl AsRef<[u8]>) -> DeleteRangeRequest {
+    DeleteRangeRequest { key: bytes(key), ..Default::default() }
+}
+
+fn bytes(of: impl AsRef<[u8]>) -> Bytes {
+    Bytes::copy_from_slice(of.as_ref())
 }

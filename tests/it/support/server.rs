@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_wire::proto::client::etcdserverpb::{RangeRequest, StatusRequest};
+use orlop_wire::proto::client::etcdserverpb::StatusRequest;
 use rustix::process::Signal;
 use tempfile::TempDir;
 use tokio::{
@@ -21,7 +21,8 @@ use tokio::{
 use tonic::Code;
 
 use super::{
-    Backend, Client, DEADLINE, Etcd, Postgres, Started, eventually, http_get, orlop_program, run, send_signal, skip,
+    Backend, Client, DEADLINE, Etcd, Postgres, Started, eventually, get, http_get, orlop_program, run, send_signal,
+    skip,
 };
 
 /// Start of the line that Orlop prints for each listener once it serves; the listener's URL follows.
@@ -369,9 +370,8 @@ async fn serves(process: &mut Child, endpoint: &str) -> bool {
     while Instant::now() < deadline && process.try_wait().is_ok_and(|ended| ended.is_none()) {
         if let Ok(mut client) = Client::try_connect(endpoint).await {
             let leader = client.maintenance.status(StatusRequest {}).await.is_ok_and(|it| it.into_inner().leader != 0);
-            let range = RangeRequest { key: "k".into(), ..Default::default() };
             // A server with Auth enabled refuses the read, because it has no token.
-            let served = client.kv.range(range).await.map_or_else(|it| it.code() == Code::InvalidArgument, |_| true);
+            let served = client.kv.range(get("k")).await.map_or_else(|it| it.code() == Code::InvalidArgument, |_| true);
             if leader && served {
                 return true;
             }

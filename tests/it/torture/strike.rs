@@ -4,8 +4,7 @@ use std::{path::Path, time::Duration};
 
 use orlop_core::supervise::EXIT_DISK_FAILED;
 use orlop_wire::proto::client::etcdserverpb::{
-    Compare, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseTimeToLiveRequest, PutRequest, RangeRequest, RequestOp,
-    TxnRequest,
+    Compare, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseTimeToLiveRequest, PutRequest, RequestOp, TxnRequest,
     compare::{CompareResult, CompareTarget, TargetUnion},
     request_op::Request,
 };
@@ -26,7 +25,9 @@ use super::{
     rig::{Rig, Target, limit},
     workload::Workload,
 };
-use crate::support::{Client, DEADLINE, NetworkState, Random, all, eventually, http_get, memory_kib, send_signal};
+use crate::support::{
+    Client, DEADLINE, NetworkState, Random, all, eventually, get, http_get, memory_kib, put, send_signal,
+};
 
 /// Injects a fault and ends it. Returns the time, on the clients' clock, from which the clients' waits are measured.
 pub async fn strike(kind: Kind, rig: &mut Rig, workload: &Workload, random: &mut Random) -> u64 {
@@ -133,7 +134,7 @@ async fn for_two_seconds(rig: &Rig, side: LinkSide, network: NetworkState, workl
 
 /// Returns a write that is not part of the workload.
 fn probe() -> PutRequest {
-    PutRequest { key: "probe".into(), value: format!("{:<400}", 1).into(), ..Default::default() }
+    put("probe", format!("{:<400}", 1))
 }
 
 /// Time after which etcd counts as affected by a full disk, although it still accepts writes.
@@ -252,8 +253,7 @@ async fn jump(secs: i64, rig: &mut Rig) {
     let mut leases = Vec::new();
     for ttl in [SHORT_TTL_SECS, LONG_TTL_SECS] {
         let granted = client.lease.lease_grant(LeaseGrantRequest { ttl, id: 0 }).await.expect("a grant").into_inner();
-        let key = format!("leased/{ttl}");
-        let put = PutRequest { key: key.into(), value: "1".into(), lease: granted.id, ..Default::default() };
+        let put = PutRequest { lease: granted.id, ..put(format!("leased/{ttl}"), "1") };
         client.kv.put(put).await.expect("a put");
         leases.push(granted.id);
     }
@@ -287,8 +287,7 @@ async fn keep_alive(client: &mut Client, id: i64) -> i64 {
 }
 
 async fn has_key(client: &mut Client, ttl: i64) -> bool {
-    let range = RangeRequest { key: format!("leased/{ttl}").into(), ..Default::default() };
-    client.kv.range(range).await.expect("a range").into_inner().count == 1
+    client.kv.range(get(format!("leased/{ttl}"))).await.expect("a range").into_inner().count == 1
 }
 
 /// The limit of file descriptors. It is below the number in use: open descriptors stay open, but no new one is allowed.
@@ -314,7 +313,7 @@ async fn demand_memory(endpoint: &str, asking: &mut JoinSet<()>) {
         target_union: Some(TargetUnion::Version(0)),
         ..Default::default()
     };
-    let put = PutRequest { key: "probe".into(), value: vec![b'1'; LARGE_BYTES].into(), ..Default::default() };
+    let put = put("probe", vec![b'1'; LARGE_BYTES]);
     let success = vec![RequestOp { request: Some(Request::RequestPut(put)) }];
     let txn = TxnRequest { compare: vec![never], success, failure: Vec::new() };
     for _ in 0..LARGE_REQUESTS {

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, RequestOp, TxnRequest, request_op::Request};
+use orlop_wire::proto::client::etcdserverpb::{RequestOp, TxnRequest, request_op::Request};
 use tokio::{
     sync::watch,
     task::JoinHandle,
@@ -23,7 +23,7 @@ use crate::{
         watcher::Watcher,
         workload::{self, ANSWER_MAX, Entry, Failure, Progress, failure, revision},
     },
-    support::{Client as Connection, Random},
+    support::{self, Client as Connection, Random},
 };
 
 const SHARING_CLIENTS: usize = 4;
@@ -223,11 +223,7 @@ impl Writer {
 }
 
 async fn put(connection: &mut Connection, keys: &[String], value: u64) -> Result<i64, Failure> {
-    let put = |key: &String| PutRequest {
-        key: key.clone().into(),
-        value: format!("{value:<VALUE_BYTES$}").into(),
-        ..Default::default()
-    };
+    let put = |key: &String| support::put(key, format!("{value:<VALUE_BYTES$}"));
     let header = if let [key] = keys {
         connection.kv.put(put(key)).await.map_err(failure)?.into_inner().header
     } else {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use super::{History, Log, Reclaimed, Result};
+use super::{Log, ReadLog, Reclaimed, Result};
 use crate::types::{Change, EncodedKv, Key, KeyRange, Revision, RowId, Superseded};
 
 /// Bytes that a row counts in [`ArchiveState::bytes`], in addition to its key and value.
@@ -158,7 +158,7 @@ pub trait Archive: Send + Sync + 'static {
 
     /// Returns the log as it is now, and the archive as of the same or a later moment; later changes are not visible in
     /// them.
-    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)>;
+    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn ReadLog>, Arc<dyn FrozenArchive>)>;
 
     /// Copies rows of the log, which the caller then deletes there. Rows that are in the archive, or no longer in the
     /// log, are skipped. The copies are durable when the call returns.

@@ -3,7 +3,7 @@
 
 use async_trait::async_trait;
 
-use super::{History, Result};
+use super::{ReadLog, Result};
 
 /// The two tables that contain the rows of the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,7 +114,7 @@ pub enum Depth {
 
 /// A log at one moment. Unreadable content causes [`super::Error::Corrupt`].
 #[async_trait]
-pub trait Inspect: History {
+pub trait Inspect: ReadLog {
     /// Returns the name of the database for messages.
     fn name(&self) -> &str;
 

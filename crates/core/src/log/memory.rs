@@ -11,8 +11,8 @@ use async_trait::async_trait;
 use tokio::{task::yield_now, time::sleep};
 
 use super::{
-    Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, History, LeaseChange,
-    LeaseScope, Log, LoggedLease, Member, Meta, Page, Position, Precision, Reclaim, Reclaimed, Result, SharedLog, Size,
+    Alarm, AlarmChange, Append, Appended, AuthMark, AuthState, Cause, Connections, FactChange, LeaseChange, LeaseScope,
+    Log, LoggedLease, Member, Meta, Page, Position, Precision, ReadLog, Reclaim, Reclaimed, Result, SharedLog, Size,
     Touch, Visit, WithPrev,
 };
 use crate::{
@@ -20,9 +20,9 @@ use crate::{
     types::{Change, EncodedKv, KeyRange, LeaseId, Prev, Revision, RowId},
 };
 
-/// Maximum number of revisions in a page of [`History::changes`].
+/// Maximum number of revisions in a page of [`ReadLog::changes`].
 const PAGE_REVISIONS_MAX: usize = 6;
-/// Maximum number of rows visited for a page of [`History::changes`], not counting the rest of its last revision.
+/// Maximum number of rows visited for a page of [`ReadLog::changes`], not counting the rest of its last revision.
 const PAGE_ROWS_MAX: usize = 16;
 
 /// A log in memory. Shared behind an `Arc`.
@@ -33,9 +33,9 @@ pub struct MemoryLog(Mutex<State>);
 struct State {
     append_time: Duration,
     is_shared: bool,
-    /// Whether reads of values yield, as [`History::changes`] does.
+    /// Whether reads of values yield, as [`ReadLog::changes`] does.
     values_yield: bool,
-    /// Number of pages of [`History::changes`] that were read.
+    /// Number of pages of [`ReadLog::changes`] that were read.
     pages: usize,
     /// Number of rows whose values were read.
     values: usize,
@@ -63,7 +63,7 @@ impl MemoryLog {
         Self(Mutex::new(State { values_yield: true, ..State::default() }))
     }
 
-    /// Returns the number of pages of [`History::changes`] that were read.
+    /// Returns the number of pages of [`ReadLog::changes`] that were read.
     pub fn pages(&self) -> usize {
         self.0.lock().pages
     }
@@ -94,7 +94,7 @@ impl State {
 }
 
 #[async_trait]
-impl History for MemoryLog {
+impl ReadLog for MemoryLog {
     async fn meta(&self) -> Result<Meta> {
         let state = self.0.lock();
         Ok(Meta {
@@ -159,7 +159,7 @@ impl History for MemoryLog {
 
 #[async_trait]
 impl Log for MemoryLog {
-    async fn freeze(&self) -> Result<Box<dyn History>> {
+    async fn freeze(&self) -> Result<Box<dyn ReadLog>> {
         Ok(Box::new(Self(Mutex::new(self.0.lock().clone()))))
     }
 

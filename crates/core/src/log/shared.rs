@@ -46,8 +46,8 @@ pub trait SharedLog: Send + Sync {
     async fn wait_for_append(&self, seen: Revision) -> Option<Revision>;
 
     /// Acquires the lock under which all instances append, and holds it until the next
-    /// [`Log::append`](super::Log::append). Used by an instance that has lost races. If the append does not follow soon,
-    /// the lock is lost and the append fails.
+    /// [`Log::append`](super::Log::append). An empty append only releases it. Used by an instance that has lost races. If
+    /// the append does not follow soon, the lock is lost and the append fails.
     async fn lock_appends(&self) -> Result<()>;
 
     /// Returns the TTL and the remaining time of each of these leases that exists. Renewal sets a lease to its full TTL

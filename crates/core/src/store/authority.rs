@@ -80,18 +80,21 @@ impl Store {
         self.submit_for_revision(caller, Request::Auth(change)).await
     }
 
-    /// Checks that the caller may do what only the role `root` permits.
+    /// Checks that the caller may do what only the role `root` permits. What is read after it includes every change that any
+    /// instance acknowledged before the call.
     pub async fn check_root(&self, caller: &Caller) -> Result<()> {
         Ok(self.confirmed_authority().await?.check_root(caller)?)
     }
 
-    /// Checks that the caller is a user, as of the last applied change: such requests are answered without the database.
+    /// Checks that the caller is a user. See [`Store::check_root`].
     pub async fn check_user(&self, caller: &Caller) -> Result<()> {
-        if self.authority().check_user(caller).is_ok() {
-            return Ok(());
-        }
-        // Another instance may have added the user.
         Ok(self.confirmed_authority().await?.check_user(caller)?)
+    }
+
+    /// Checks that the caller is a user, as of the last applied change: one whom this instance knows is answered without the
+    /// database. Another one may have been added at another instance.
+    pub async fn check_known_user(&self, caller: &Caller) -> Result<()> {
+        if self.authority().check_user(caller).is_ok() { Ok(()) } else { self.check_user(caller).await }
     }
 
     /// Checks that the caller may read every key of the range, for a watch.

@@ -12,7 +12,8 @@ use crate::{auth, index::Unreadable, log, overload::Exhausted, trace};
 /// Minimum interval between two messages about requests that failed because the database is unavailable.
 const UNAVAILABLE_LOG_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Why a request failed, by what the caller should do about it.
+/// Why a request failed, by what the caller should do about it. The texts are for the server's log; clients get those of
+/// `src/api/status.rs`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("required revision has been compacted")]

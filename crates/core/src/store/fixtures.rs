@@ -7,7 +7,7 @@ use futures_util::FutureExt as _;
 use super::{open::Settings, shared::Shared};
 use crate::{
     index::TreeIndex,
-    log::{History as _, memory::MemoryLog},
+    log::{ReadLog as _, memory::MemoryLog},
     overload::Steps,
 };
 

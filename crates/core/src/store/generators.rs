@@ -9,6 +9,7 @@ use super::{
         RevisionFilter, TxnRequest,
     },
     select_tests,
+    write_request::Request,
 };
 use crate::{
     index::ReadAt,
@@ -18,15 +19,6 @@ use crate::{
 pub(super) const KEYS: [&str; 6] = ["a", "a\0", "ab", "b", "ba", "c"];
 
 pub(super) const LEASES: [i64; 3] = [1, -2, 3];
-
-#[derive(Clone, Debug)]
-pub(super) enum Request {
-    Put(PutRequest),
-    Delete(DeleteRequest),
-    Txn(TxnRequest),
-    Grant { id: LeaseId, ttl_secs: i64 },
-    Revoke(LeaseId),
-}
 
 /// Replaces the distances from the head in a request with revisions.
 pub(super) fn anchored(request: &Request, head: Revision) -> Request {

@@ -33,6 +33,13 @@ use crate::{
 const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 
 /// The handle through which the server uses the store. Shared behind an [`Arc`].
+///
+/// # Errors
+///
+/// Any call that reads or writes may fail with [`Error::Unavailable`], [`Error::Corrupt`], [`Error::TooManyRequests`] and
+/// [`Error::Auth`]. Any write may also fail with [`Error::NoSpace`], [`Error::Stopped`] and [`Error::OutcomeUnknown`]; only
+/// after the last one may it have happened. [`Error::Refused`] is for changes of alarms, users and roles, and
+/// [`Store::defragment`]. The other errors are about the request.
 pub struct Store {
     pub(super) shared: Arc<Shared>,
     pub(super) queue: WriteQueue,

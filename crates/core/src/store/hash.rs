@@ -7,7 +7,8 @@
 //!
 //! At the compact revision itself, etcd returns the hash that it computed before that compaction, until etcd restarts.
 //! Orlop does so only after a compaction that the client waited for (`physical`). Computing a hash reads the whole
-//! history, which is too slow for each of Kubernetes' compactions.
+//! history, which is too slow for each of Kubernetes' compactions. Beside other instances it does not: they do not have that
+//! hash, and the hash of a revision must be the same at all of them.
 
 use std::{collections::HashSet, future::ready, sync::Arc};
 
@@ -23,7 +24,7 @@ use super::{
 use crate::{
     auth::Caller,
     index::{ReadAt, TreeIndex},
-    log::{self, History, WithPrev},
+    log::{self, ReadLog, WithPrev},
     types::{Change, ChangeKind, EncodedKv, KeyRange, Revision, RowId, Version},
 };
 
@@ -47,8 +48,8 @@ impl Store {
         self.shared.hash(revision).await
     }
 
-    /// Stores the hash at `revision`, then records the compaction at it. Returns the head. If the hash cannot be computed,
-    /// for example because the revision is compacted already, none is stored.
+    /// Stores the hash at `revision`, then records the compaction at it. Returns the head. If there are other instances, or the
+    /// hash cannot be computed, for example because the revision is compacted already, none is stored.
     ///
     /// One that was begun is finished even if the future is dropped, as in etcd: on a large store the hash takes longer than
     /// clients wait. The next one waits for it.
@@ -56,7 +57,9 @@ impl Store {
         let running = Arc::clone(&self.shared.hashing).lock_owned().await;
         let (shared, queue, caller) = (Arc::clone(&self.shared), self.queue.clone(), caller.clone());
         let work = async move {
-            if let Ok(hashed) = shared.hash(Some(revision)).await {
+            if shared.members.is_alone()
+                && let Ok(hashed) = shared.hash(Some(revision)).await
+            {
                 *shared.hash_before_compaction.lock() = Some(hashed);
             }
             let recorded = queue.submit_for_revision(&caller, Request::Compact(revision)).await;
@@ -87,7 +90,7 @@ impl Store {
 impl Shared {
     /// Returns the hash of the pairs at a revision; `None`: at the head.
     async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
-        if revision.is_some() && revision == self.index.read().compact_revision() {
+        if revision.is_some() && revision == self.index.read().compact_revision() && self.members.is_alone() {
             let stored = *self.hash_before_compaction.lock();
             if let Some(stored) = stored.filter(|stored| Some(stored.revision) == revision) {
                 return Ok(stored);
@@ -141,10 +144,10 @@ impl Shared {
     }
 }
 
-/// Returns the hash of a history that does not change, at a revision that can be read ([`TreeIndex::resolve`]): the one
+/// Returns the hash of a log that does not change, at a revision that can be read ([`TreeIndex::resolve`]): the one
 /// that a store has which is compacted at `compacted`, no lower than the index.
-pub async fn of_history(
-    history: &dyn History,
+pub async fn of_log(
+    log: &dyn ReadLog,
     index: &TreeIndex,
     target: Revision,
     compacted: Option<Revision>,
@@ -154,7 +157,7 @@ pub async fn of_history(
         ready(log::Result::Ok(rows))
     };
     let kept = Kept::new(target, compacted, live_rows).await?;
-    let hash = hash_rows(history, target, &kept).await?;
+    let hash = hash_rows(log, target, &kept).await?;
     let hash = hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))?;
     Ok(Hashed { hash, revision: target, compact_revision: compacted })
 }
@@ -201,11 +204,11 @@ impl Kept {
 }
 
 /// Hashes the rows up to `target`. Returns `None` if some rows may have been deleted.
-async fn hash_rows(history: &dyn History, target: Revision, kept: &Kept) -> log::Result<Option<u32>> {
+async fn hash_rows(log: &dyn ReadLog, target: Revision, kept: &Kept) -> log::Result<Option<u32>> {
     let mut hash = crc32c::crc32c(BUCKET);
     let mut next = Revision::EMPTY.next();
     while next <= target {
-        let page = history.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
+        let page = log.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
         if page.purged.is_some_and(|purged| purged > kept.compacted) {
             return Ok(None);
         }

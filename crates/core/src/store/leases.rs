@@ -309,7 +309,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        log::{Append, Appended, History as _, Log as _, memory::MemoryLog},
+        log::{Append, Appended, Log as _, ReadLog as _, memory::MemoryLog},
         store::{batch::Batch, fixtures::shared},
         types::Key,
     };

@@ -8,7 +8,7 @@ use super::{
     batch::Batch,
     error::Error,
     fixtures::shared,
-    generators::{self, anchored, requests},
+    generators::{anchored, requests},
     rebase::{self, RightsCheck},
     request::{
         Compare, CompareTarget, Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue,
@@ -29,29 +29,10 @@ const CACHE_BYTES: u64 = 1 << 20;
 
 type Served = Vec<(Request, Result<Outcome, Error>)>;
 
-fn of_writer(request: generators::Request) -> Request {
-    match request {
-        generators::Request::Put(put) => Request::Put(put),
-        generators::Request::Delete(delete) => Request::Delete(delete),
-        generators::Request::Txn(txn) => Request::Txn(txn),
-        generators::Request::Grant { id, ttl_secs } => Request::Grant { id, ttl_secs },
-        generators::Request::Revoke(id) => Request::Revoke(id),
-    }
-}
-
 fn evaluate(shared: &Shared, batch: &mut Batch, request: &Request) -> Result<Outcome, Stop> {
     let (index, leases, fetched) = (shared.index.read(), shared.leases.lock(), Fetched::new());
     let mut evaluation = Evaluation::new(&index, &leases, &shared.values, &shared.read_memory, &fetched, batch);
-    match request {
-        Request::Put(put) => evaluation.put(put).map(Outcome::Put),
-        Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),
-        Request::Txn(txn) => evaluation.txn(txn).map(Outcome::Txn),
-        Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
-        Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
-        Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) | Request::Auth(_) => {
-            unreachable!("not generated")
-        }
-    }
+    evaluation.evaluate(request, &shared.authority)
 }
 
 /// Evaluates requests in one batch. A request that reads a revision of the batch, or one that is not cached, is left
@@ -72,10 +53,10 @@ fn evaluate_all(shared: &Shared, requests: Vec<Request>) -> (Batch, Served) {
 }
 
 /// Evaluates requests of another instance, without those that change a key of the read set or a lease.
-fn evaluate_others(shared: &Shared, requests: &[generators::Request], reads: &ReadSet<'_>) -> Batch {
+fn evaluate_others(shared: &Shared, requests: &[Request], reads: &ReadSet<'_>) -> Batch {
     let mut batch = Batch::new(shared.index.read().head());
     for request in requests {
-        let request = of_writer(anchored(request, batch.head()));
+        let request = anchored(request, batch.head());
         let savepoint = batch.savepoint();
         let before = batch.changes().len();
         let is_evaluated = evaluate(shared, &mut batch, &request).is_ok();
@@ -102,11 +83,11 @@ proptest! {
     ) {
         let shared = shared(CACHE_BYTES);
         for request in &setup {
-            let request = of_writer(anchored(request, shared.index.read().head()));
+            let request = anchored(request, shared.index.read().head());
             apply(&shared, &evaluate_all(&shared, vec![request]).0);
         }
         let base = shared.index.read().head();
-        let own: Vec<Request> = own.iter().map(|request| of_writer(anchored(request, base))).collect();
+        let own: Vec<Request> = own.iter().map(|request| anchored(request, base)).collect();
         let (mut moved, mut served) = evaluate_all(&shared, own);
         let others = {
             let requests = served.iter().map(|(request, _)| request);

@@ -10,7 +10,7 @@ use tracing::info;
 
 use crate::{
     index::{CompactionCursor, Contradiction, TreeIndex},
-    log::{Error, History, Meta, Result},
+    log::{Error, Meta, ReadLog, Result},
     types::{Change, Revision, RowId, Superseded, shown},
 };
 
@@ -47,12 +47,12 @@ pub struct Replayed {
 /// # Errors
 ///
 /// [`Error::Corrupt`] if the log is inconsistent.
-pub async fn replay(log: &dyn History) -> Result<Replayed> {
+pub async fn replay(log: &dyn ReadLog) -> Result<Replayed> {
     replay_onto(log, TreeIndex::new(), &ReadProgress::default()).await
 }
 
 /// Reads a log from the head of an index on, and brings the index up to date.
-pub(super) async fn replay_onto(log: &dyn History, mut index: TreeIndex, progress: &ReadProgress) -> Result<Replayed> {
+pub(super) async fn replay_onto(log: &dyn ReadLog, mut index: TreeIndex, progress: &ReadProgress) -> Result<Replayed> {
     let started = StdInstant::now();
     let mut reported = started;
     let mut rows = 0_usize;

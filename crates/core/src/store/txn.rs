@@ -11,7 +11,8 @@
 use std::collections::HashMap;
 
 use super::{
-    batch::{Batch, Current, Savepoint},
+    authority::CurrentAuthority,
+    batch::{AuthUpdate, Batch, Current, Savepoint},
     error::Error,
     request::{
         Compare, CompareTarget, DeleteRequest, DeleteResponse, Op, OpResponse, Projection, PutLease, PutRequest,
@@ -19,6 +20,7 @@ use super::{
     },
     select::{Selected, Selection},
     values::ValueCache,
+    write_request::{Outcome, Request},
 };
 use crate::{
     index::{ReadAt, TreeIndex, Unreadable},
@@ -88,6 +90,30 @@ impl<'a> Evaluation<'a> {
         Self { index, leases, cache, memory, fetched, batch, missing: Vec::new(), visits: 0 }
     }
 
+    /// Evaluates a request. A change of users and roles is applied to those of `authority`.
+    pub(super) fn evaluate(&mut self, request: &Request, authority: &CurrentAuthority) -> Evaluated<Outcome> {
+        match request {
+            Request::Put(request) => self.put(request).map(Outcome::Put),
+            Request::Delete(request) => self.delete(request).map(Outcome::Delete),
+            Request::Txn(request) => self.txn(request).map(Outcome::Txn),
+            Request::Grant { id, ttl_secs } => self.grant(*id, *ttl_secs).map(Outcome::Revision),
+            Request::Revoke(id) => self.revoke(*id).map(Outcome::Revision),
+            Request::Expire(id) => self.expire(*id).map(Outcome::Revision),
+            Request::Compact(revision) => self.compact(*revision).map(Outcome::Revision),
+            Request::Alarm(change) => {
+                self.batch.set_alarm(*change);
+                Ok(Outcome::Revision(self.batch.head()))
+            }
+            Request::Auth(change) => {
+                let mut state = authority.get().state().clone();
+                if state.apply(change).map_err(Error::from)? {
+                    self.batch.set_auth(AuthUpdate { change: change.clone(), state });
+                }
+                Ok(Outcome::Revision(self.batch.head()))
+            }
+        }
+    }
+
     /// Evaluates a put.
     pub fn put(&mut self, request: &PutRequest) -> Evaluated<PutResponse> {
         self.check_lease(request)?;
@@ -96,7 +122,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Evaluates a delete.
-    pub fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
+    fn delete(&mut self, request: &DeleteRequest) -> Evaluated<DeleteResponse> {
         self.atomically(|this, savepoint| this.apply_delete(request, savepoint))
     }
 
@@ -118,12 +144,12 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Revokes the lease and deletes its keys in one revision.
-    pub fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
+    fn revoke(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Revoke { id }, id)
     }
 
     /// Like [`Self::revoke`], for a lease that has expired.
-    pub fn expire(&mut self, id: LeaseId) -> Evaluated<Revision> {
+    fn expire(&mut self, id: LeaseId) -> Evaluated<Revision> {
         self.end_lease(LeaseChange::Expire { id }, id)
     }
 
@@ -145,7 +171,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Grants a lease. This does not increase the revision.
-    pub fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
+    fn grant(&mut self, id: LeaseId, ttl_secs: i64) -> Evaluated<Revision> {
         if self.batch.lease_exists(self.leases, id) {
             return Err(Error::LeaseExists.into());
         }
@@ -154,7 +180,7 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Checks a compaction. It is the only request in its batch.
-    pub fn compact(&mut self, revision: Revision) -> Evaluated<Revision> {
+    fn compact(&mut self, revision: Revision) -> Evaluated<Revision> {
         if revision > self.index.head() {
             return Err(Error::from(Unreadable::Future).into());
         }

@@ -13,28 +13,18 @@ use super::{
     batch::Batch,
     error::Error,
     fixtures::shared,
-    generators::{LEASES, Request, anchored, requests},
+    generators::{LEASES, anchored, requests},
     model::{Model, Row},
-    request::{
-        Compare, CompareTarget, DeleteResponse, PutLease, PutRequest, PutResponse, PutValue, Relation, TxnRequest,
-        TxnResponse,
-    },
+    request::{Compare, CompareTarget, PutLease, PutRequest, PutValue, Relation, TxnRequest},
     shared::Shared,
     txn::{Evaluation, Fetched, Stop},
+    write_request::{Outcome, Request},
 };
 use crate::{
     index::{CompactionCursor, Lease},
     log::{Append, Appended, Reclaim},
     types::{ChangeKind, Key, KeyRange, LeaseId, Revision},
 };
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Outcome {
-    Put(PutResponse),
-    Delete(DeleteResponse),
-    Txn(TxnResponse),
-    Revision(Revision),
-}
 
 /// The fate of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -241,13 +231,7 @@ impl World {
             &self.fetched,
             &mut self.batch,
         );
-        match request {
-            Request::Put(put) => evaluation.put(put).map(Outcome::Put),
-            Request::Delete(delete) => evaluation.delete(delete).map(Outcome::Delete),
-            Request::Txn(txn) => evaluation.txn(txn).map(Outcome::Txn),
-            Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
-            Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
-        }
+        evaluation.evaluate(request, &self.shared.authority)
     }
 
     /// Runs the request on the model, which changes only if the request succeeds.
@@ -259,6 +243,9 @@ impl World {
             Request::Txn(txn) => model.txn(txn).map(Outcome::Txn),
             Request::Grant { id, ttl_secs } => model.grant(*id, *ttl_secs).map(Outcome::Revision),
             Request::Revoke(id) => model.revoke(*id).map(Outcome::Revision),
+            Request::Expire(_) | Request::Compact(_) | Request::Alarm(_) | Request::Auth(_) => {
+                unreachable!("not generated")
+            }
         }?;
         self.model = model;
         Ok(outcome)

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// A request that the writer evaluates in log order.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Request {
     Put(PutRequest),
     Delete(DeleteRequest),
@@ -29,7 +29,7 @@ pub(super) enum Request {
 }
 
 /// The response to a request.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Put(PutResponse),
     Delete(DeleteResponse),

@@ -38,7 +38,7 @@ use tracing::{error, warn};
 
 use self::joining::{Expected, Joining};
 use super::{
-    batch::{AuthUpdate, Batch},
+    batch::Batch,
     busy_poll::BusyPoll,
     error::{Error, Result},
     permissions,
@@ -294,26 +294,7 @@ impl Writer {
         }
         let mut evaluation =
             Evaluation::new(&index, &leases, &self.shared.values, &self.shared.read_memory, &self.fetched, batch);
-        match request {
-            Request::Put(request) => evaluation.put(request).map(Outcome::Put),
-            Request::Delete(request) => evaluation.delete(request).map(Outcome::Delete),
-            Request::Txn(request) => evaluation.txn(request).map(Outcome::Txn),
-            Request::Grant { id, ttl_secs } => evaluation.grant(*id, *ttl_secs).map(Outcome::Revision),
-            Request::Revoke(id) => evaluation.revoke(*id).map(Outcome::Revision),
-            Request::Expire(id) => evaluation.expire(*id).map(Outcome::Revision),
-            Request::Compact(revision) => evaluation.compact(*revision).map(Outcome::Revision),
-            Request::Alarm(change) => {
-                batch.set_alarm(*change);
-                Ok(Outcome::Revision(batch.head()))
-            }
-            Request::Auth(change) => {
-                let mut state = self.shared.authority.get().state().clone();
-                if state.apply(change).map_err(Error::from)? {
-                    batch.set_auth(AuthUpdate { change: change.clone(), state });
-                }
-                Ok(Outcome::Revision(batch.head()))
-            }
-        }
+        evaluation.evaluate(request, &self.shared.authority)
     }
 
     /// Returns whether a request may list keys and there is no memory for them. It is refused then: a write that waited for

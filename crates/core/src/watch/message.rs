@@ -16,7 +16,7 @@ pub enum Message {
     /// The watch was not created; the stream continues.
     Refused {
         revision: Revision,
-        reason: Cow<'static, str>,
+        reason: NotCreated,
     },
     Canceled {
         id: WatchId,
@@ -41,6 +41,17 @@ pub enum Message {
         /// Whether the next message continues this one.
         fragment: bool,
     },
+}
+
+/// The reason why a watch was not created.
+#[derive(Clone, Debug)]
+pub enum NotCreated {
+    /// The stream has a watch with this ID.
+    DuplicateId,
+    /// The watches of all streams have reached the limit of their memory.
+    TooManyRequests,
+    /// The owner of the session refused it, with this text for the client.
+    Other(Cow<'static, str>),
 }
 
 /// The reason why a stream ended.

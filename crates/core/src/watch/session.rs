@@ -1,7 +1,6 @@
 //! The session of a watch stream: its watches and their states. It reads the log for the watches that are catching up.
 
 use std::{
-    borrow::Cow,
     collections::{BTreeMap, VecDeque, btree_map::Entry},
     sync::Arc,
 };
@@ -9,7 +8,7 @@ use std::{
 use super::{
     chunk::{CHUNK_BYTES_MAX, Chunk},
     hub::{Hub, JoinOutcome, encode},
-    message::Message,
+    message::{Message, NotCreated},
     outbox::Outbox,
     reading::{LONG_READ_BYTES_MAX, Reading},
     run::ChunkRef,
@@ -19,10 +18,6 @@ use crate::{
     log::{Log, Page, Result},
     types::{Change, Revision, WatchId},
 };
-
-const DUPLICATE_ID: &str = "mvcc: duplicate watch ID provided on the WatchStream";
-/// etcd's clients know this text as an error.
-const TOO_MANY_REQUESTS: &str = "etcdserver: too many requests";
 
 /// The watches of one stream. Its owner passes requests to it, and calls [`Session::advance`] while
 /// [`Session::has_work`] returns true.
@@ -85,12 +80,12 @@ impl Session {
     /// Creates a watch. The `Created` message is queued before its first event.
     pub fn create(&mut self, spec: Spec) {
         let id = match spec.id {
-            Some(id) if self.watches.contains_key(&id) => return self.refuse(DUPLICATE_ID),
+            Some(id) if self.watches.contains_key(&id) => return self.refuse(NotCreated::DuplicateId),
             Some(id) => id,
             None => self.free_id(),
         };
         let state = match self.hub.create(&self.outbox, id, &spec) {
-            None => return self.refuse(TOO_MANY_REQUESTS),
+            None => return self.refuse(NotCreated::TooManyRequests),
             Some(JoinOutcome::Synced) => State::Synced,
             Some(JoinOutcome::Waiting) => State::Waiting,
             Some(JoinOutcome::Behind) => {
@@ -109,8 +104,7 @@ impl Session {
     }
 
     /// Answers a request that creates no watch; the stream continues.
-    pub fn refuse(&self, reason: impl Into<Cow<'static, str>>) {
-        let reason = reason.into();
+    pub fn refuse(&self, reason: NotCreated) {
         self.hub.with_head(|revision| self.outbox.push(Message::Refused { revision, reason }));
     }
 

@@ -17,7 +17,7 @@ use super::{
 use orlop_core::{
     log::{
         ARCHIVED_ROW_BYTES, Archive, ArchiveState, ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive,
-        History, Log, Moment, Order, PastRow, Reclaimed, Result,
+        Log, Moment, Order, PastRow, ReadLog, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -243,7 +243,7 @@ impl Archive for SimulatedArchive {
         self.0.ask(|database| database.archive.state()).await
     }
 
-    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn ReadLog>, Arc<dyn FrozenArchive>)> {
         Err(Error::Unavailable("snapshots are not simulated".to_owned()))
     }
 

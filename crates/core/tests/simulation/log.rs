@@ -18,8 +18,8 @@ use super::{
 use orlop_core::{
     auth::AuthState,
     log::{
-        Append, Appended, Connections, Error, History, LeaseScope, Log, LoggedLease, Member, Meta, Page, Position,
-        Precision, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
+        Append, Appended, Connections, Error, LeaseScope, Log, LoggedLease, Member, Meta, Page, Position, Precision,
+        ReadLog, Reclaim, Reclaimed, Result, SavedIndex, SharedLog, Size, Touch, Visit, WithPrev,
     },
     types::{EncodedKv, KeyRange, LeaseId, Revision, RowId},
 };
@@ -216,7 +216,7 @@ impl Drop for SimulatedLog {
 }
 
 #[async_trait]
-impl History for SimulatedLog {
+impl ReadLog for SimulatedLog {
     async fn meta(&self) -> Result<Meta> {
         let meta = self.ask(|database| database.meta()).await?;
         Ok(Meta { member_id: self.member.id, ..meta })
@@ -242,7 +242,7 @@ impl History for SimulatedLog {
 
 #[async_trait]
 impl Log for SimulatedLog {
-    async fn freeze(&self) -> Result<Box<dyn History>> {
+    async fn freeze(&self) -> Result<Box<dyn ReadLog>> {
         Err(unavailable("snapshots are not simulated"))
     }
 

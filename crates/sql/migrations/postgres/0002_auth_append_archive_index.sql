@@ -129,7 +129,7 @@ BEGIN
             more_prevs, more_deletes);
     END IF;
     IF cardinality(grants) > 0 OR cardinality(revokes) > 0 OR cardinality(expires) > 0 OR compact IS NOT NULL THEN
-        DELETE FROM lease l WHERE l.id = ANY (revokes) OR l.id = ANY (expires);
+        DELETE FROM lease l WHERE l.id = ANY (revokes || expires);  -- an OR of two would need a bitmap scan
         INSERT INTO lease (id, ttl, deadline)
         SELECT g.id, g.ttl, clock_timestamp() + make_interval(secs => g.ttl) FROM unnest(grants, ttls) AS g (id, ttl);
         IF compact IS NOT NULL THEN

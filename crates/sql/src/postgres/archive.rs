@@ -7,8 +7,8 @@ use futures_util::TryStreamExt as _;
 use orlop_core::{
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_MOMENTS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, Archive, ArchiveState,
-        ArchivedChanges, ArchivedMoment, ArchivedRow, ClockStep, Error, FrozenArchive, History, Log, Moment, Order,
-        PastRow, Reclaimed, Result,
+        ArchivedChanges, ArchivedMoment, ArchivedRow, ClockStep, Error, FrozenArchive, Log, Moment, Order, PastRow,
+        ReadLog, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -135,9 +135,9 @@ impl Archive for PostgresArchive {
 
     /// Both are one transaction on one connection: the server ends a transaction that is idle for long, and a copy reads the
     /// log and the archive one after the other.
-    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn ReadLog>, Arc<dyn FrozenArchive>)> {
         let view = Arc::new(PostgresView::now(&self.database, self.member_id).await?);
-        Ok((Arc::clone(&view) as Arc<dyn History>, view))
+        Ok((Arc::clone(&view) as Arc<dyn ReadLog>, view))
     }
 
     async fn copy(&self, rows: &[Superseded]) -> Result<()> {
@@ -217,18 +217,18 @@ impl Archive for PostgresArchive {
 #[async_trait]
 impl FrozenArchive for PostgresView {
     async fn state(&self) -> Result<ArchiveState> {
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         self.limited(sqlx::query_as(STATE).fetch_one(connection)).await.map(archive::state)
     }
 
     async fn rows(&self, from: RowId) -> Result<Vec<ArchivedRow>> {
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         let query = sqlx::query(ROWS).bind(from.revision.0).bind(i64::from(from.sub)).bind(ARCHIVE_PAGE_ROWS as i64);
         self.limited(archive::archived_rows(query.fetch(connection))).await
     }
 
     async fn moments(&self, after: Revision) -> Result<Vec<ArchivedMoment>> {
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         let query = sqlx::query_as(MOMENTS).bind(after.0).bind(ARCHIVE_PAGE_MOMENTS as i64);
         self.limited(query.fetch(connection).map_ok(archive::archived_moment).try_collect()).await
     }

@@ -16,7 +16,7 @@ use tracing::warn;
 use super::{
     pool::{Pool, Pooled},
     primary::{Found, Generation, Primary, is_final, lacks_resources},
-    schema::{Older, check_settings, refuse_other_tables},
+    schema::{Older, check_settings, quoted, refuse_other_tables},
 };
 use crate::{
     Durability,
@@ -38,7 +38,11 @@ pub(super) const SERVER_WAIT_MAX: Duration = Duration::from_secs(300);
 const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
-const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
+pub(super) const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
+/// Client-side timeout of a statement that takes milliseconds, on a connection that was used before: the network may have lost
+/// the connection. The repetition, on a new one, is in the 7 s for which requests wait. It has [`STATEMENT_TIMEOUT`]: a new
+/// connection has just answered, so it is the server that is slow, and a server that hangs is not asked more often.
+pub(super) const KEPT_ANSWER_MAX: Duration = Duration::from_secs(3);
 /// Client-side timeout of a statement that reads or writes a page of rows without a timeout on the server: the disk may be
 /// slow.
 pub(super) const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -58,7 +62,8 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// and a snapshot may take longer than a limit on transactions (`transaction_timeout`, since Postgres 17). Connections
 /// may be unused for long: the server does not close them, and its keepalives prevent firewalls and load balancers from
 /// forgetting them. A plan that was made while a table was small and is kept would read the whole table once it is large, so
-/// plans use indexes; the cost of one that cannot would start the JIT compiler. Large values are compressed with lz4 if the
+/// plans use indexes; the cost of one that cannot would start the JIT compiler. A bitmap scan, which Postgres chooses for a
+/// table without statistics, would read all rows of a range for each page of it. Large values are compressed with lz4 if the
 /// server has it and nobody has chosen otherwise, because Postgres' default takes two to six times as long (docs/adr/0015).
 pub(super) const SESSION_SETTINGS: &str = "\
     SET default_transaction_isolation = 'read committed'; \
@@ -67,6 +72,7 @@ pub(super) const SESSION_SETTINGS: &str = "\
     SET idle_in_transaction_session_timeout = '2s'; \
     SET client_min_messages = 'warning'; \
     SET enable_seqscan = off; \
+    SET enable_bitmapscan = off; \
     SET jit = off; \
     SET tcp_keepalives_idle = 60; \
     SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), false); \
@@ -267,20 +273,20 @@ impl Database {
             };
             let lacks_permission = refusal.as_deref() == Some("42501");
             let text = cannot_migrate(&self.name, &error);
+            let role = quoted(&self.user);
             let hint = if !lacks_permission {
                 String::new()
             } else if let Some((_, false)) = owner {
                 format!(
                     "; another role owns the tables and functions of Orlop, for example because it restored them: use \
-                     REASSIGN OWNED BY ... TO {0}, or ALTER ... OWNER TO {0} for each",
-                    self.user
+                     REASSIGN OWNED BY ... TO {role}, or ALTER ... OWNER TO {role} for each"
                 )
             } else {
                 // With a schema of its own, a role would get an empty store.
-                let new_schema = format!("create a schema for it (CREATE SCHEMA AUTHORIZATION {}) or ", self.user);
+                let new_schema = format!("create a schema for it (CREATE SCHEMA AUTHORIZATION {role}) or ");
                 format!(
-                    "; the role {0} must be able to create tables and functions in its schema: {1}GRANT USAGE, CREATE ON \
-                     SCHEMA ... TO {0}",
+                    "; the role {} must be able to create tables and functions in its schema: {}GRANT USAGE, CREATE ON \
+                     SCHEMA ... TO {role}",
                     self.user,
                     if owner.is_some() { "" } else { &new_schema }
                 )
@@ -311,7 +317,16 @@ impl Database {
 
     /// Starts the attempts of one query, for [`read`].
     pub(super) fn attempts(&self) -> Attempts<'_> {
-        Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX }
+        Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX, kept_answer_max: STATEMENT_TIMEOUT }
+    }
+
+    /// Like [`Database::attempts`], for a query that takes milliseconds: another attempt follows [`KEPT_ANSWER_MAX`].
+    pub(super) fn short_attempts(&self) -> Attempts<'_> {
+        Attempts {
+            database: self,
+            deadline: Instant::now() + KEPT_ANSWER_MAX + READ_RETRY_MAX,
+            kept_answer_max: KEPT_ANSWER_MAX,
+        }
     }
 
     pub(super) async fn close(&self) {
@@ -356,21 +371,24 @@ pub(super) fn sqlstate(error: &sqlx::Error) -> Option<String> {
 /// Runs an idempotent query on a connection of the pool, and retries on another connection if that one fails. Evaluates
 /// to a [`Result`]. It is a macro, because a closure cannot borrow both the connection and the caller's variables.
 macro_rules! read {
-    ($database:expr, $connection:ident => $query:expr) => {{
-        let attempts = $database.attempts();
+    (with $attempts:expr, $connection:ident => $query:expr) => {{
+        let attempts = $attempts;
         loop {
-            let mut pooled = match attempts.connection().await {
-                Ok(pooled) => pooled,
+            let (mut pooled, answer_max) = match attempts.connection().await {
+                Ok(found) => found,
                 Err(error) => break Err(error),
             };
             let generation = pooled.generation;
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = attempts.limited(generation, $query).await;
+            let answer = attempts.limited(generation, answer_max, $query).await;
             if let Some(done) = attempts.outcome_or_retry(pooled, answer) {
                 break done;
             }
         }
     }};
+    ($database:expr, $connection:ident => $query:expr) => {
+        read!(with $database.attempts(), $connection => $query)
+    };
 }
 pub(super) use read;
 
@@ -378,23 +396,28 @@ pub(super) use read;
 pub(super) struct Attempts<'a> {
     database: &'a Database,
     deadline: Instant,
+    /// Client-side timeout on a connection that was used before.
+    kept_answer_max: Duration,
 }
 
 impl Attempts<'_> {
-    pub(super) async fn connection(&self) -> Result<Pooled> {
+    /// Returns a connection, and the client-side timeout of the query on it.
+    pub(super) async fn connection(&self) -> Result<(Pooled, Duration)> {
         let database = self.database;
         let Some(permit) = database.pool.permit(READ_RETRY_MAX).await else {
             return Err(database.unavailable(&sqlx::Error::PoolTimedOut));
         };
         let generation = database.generation();
         if let Some(connection) = database.pool.take_idle(generation) {
-            return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
+            let pooled = Pooled::new(connection, generation, Arc::clone(&database.pool), permit);
+            return Ok((pooled, self.kept_answer_max));
         }
         let mut pause = RETRY_PAUSE_MIN;
         loop {
             match database.find().await {
                 Ok(Found { connection, generation, .. }) => {
-                    return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
+                    let pooled = Pooled::new(connection, generation, Arc::clone(&database.pool), permit);
+                    return Ok((pooled, STATEMENT_TIMEOUT));
                 }
                 // Refusals may end, too: those of the old password while it is replaced in the file and for the role,
                 // and those of a standby that is being promoted.
@@ -410,13 +433,14 @@ impl Attempts<'_> {
         }
     }
 
-    /// Runs a query with the client-side timeout. Ends it if another server has become the primary.
+    /// Runs a query with a client-side timeout. Ends it if another server has become the primary.
     pub(super) async fn limited<T>(
         &self,
         generation: Generation,
+        answer_max: Duration,
         query: impl Future<Output = sqlx::Result<T>>,
     ) -> sqlx::Result<T> {
-        self.database.unless_superseded(generation, with_timeout(query)).await
+        self.database.unless_superseded(generation, within(answer_max, query)).await
     }
 
     /// Returns the result, or `None` to retry.

@@ -52,14 +52,14 @@ impl Inspect for PostgresView {
     }
 
     async fn facts(&self) -> Result<Facts> {
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         self.try_limited(facts(connection)).await.map_err(|error| self.unreadable(error))
     }
 
     async fn rows_after(&self, place: (i64, i64)) -> Result<Vec<StoredRow>> {
         const FIRST: &str = rows_sql!("0::bigint", "kv_log WHERE id >= $1 AND (id > $1 OR $2::bigint < 0) ORDER BY id");
         const MORE: &str = rows_sql!("sub", "kv_log_more WHERE (id, sub) > ($1, $2) ORDER BY id, sub");
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         let reading = async {
             let rows_max = replay_rows(&mut *connection, place).await?;
             let first = rows(&mut *connection, FIRST, place, rows_max).await?;
@@ -90,16 +90,16 @@ impl Inspect for PostgresView {
     async fn archived_after(&self, (id, sub): (i64, i64)) -> Result<Vec<StoredArchivedRow>> {
         const ROWS: &str = "SELECT id, sub, key, (octet_length(key) + coalesce(octet_length(value || ''::bytea), 0))::bigint, \
             deleted::int::bigint, end_revision FROM kv_archive WHERE (id, sub) > ($1, $2) ORDER BY id, sub LIMIT $3";
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         let reading = rows(connection, ROWS, (id, sub), ARCHIVE_PAGE_ROWS);
         let found = self.try_limited(reading).await.map_err(|error| self.unreadable(error))?;
         found.iter().map(stored_archived_row).collect()
     }
 
-    /// Ends the transaction, because the server logs a connection that is closed inside one. Nothing else is checked,
-    /// because all reads used one snapshot.
+    /// Ends the session, because the command may end before a view that is dropped has done it. Nothing is checked, because
+    /// all reads used one snapshot.
     async fn finish(&self) -> Result<()> {
-        self.limited(sqlx::raw_sql("ROLLBACK").execute(&mut *self.connection.lock().await)).await.map(drop)
+        self.end().await
     }
 }
 

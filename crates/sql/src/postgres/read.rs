@@ -32,7 +32,7 @@ macro_rules! meta_sql {
     };
 }
 
-/// Implements [`orlop_core::log::History::meta`], except for the member ID.
+/// Implements [`orlop_core::log::ReadLog::meta`], except for the member ID.
 pub(super) async fn meta(connection: &mut PgConnection) -> sqlx::Result<Meta> {
     let rows: Vec<MetaRow> = sqlx::query_as(meta_sql!()).fetch_all(connection).await?;
     rows::meta(&rows).map_err(in_row)
@@ -69,7 +69,7 @@ pub(super) async fn meta_since(
     Ok(is_complete.then_some((meta, changed)))
 }
 
-/// Implements [`orlop_core::log::History::auth`].
+/// Implements [`orlop_core::log::ReadLog::auth`].
 pub(super) async fn auth(connection: &mut PgConnection) -> sqlx::Result<AuthState> {
     let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await?;
     auth::state(rows).map_err(in_row)
@@ -228,7 +228,7 @@ macro_rules! without_prev {
     };
 }
 
-/// Implements [`orlop_core::log::History::changes`].
+/// Implements [`orlop_core::log::ReadLog::changes`].
 pub(super) async fn changes(
     connection: &mut PgConnection,
     from: Revision,

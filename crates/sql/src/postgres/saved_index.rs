@@ -43,7 +43,7 @@ const PARTS_PER_READ: i64 = 16;
 impl SavedIndex for PostgresLog {
     async fn open(&self) -> Result<Option<Box<dyn SavedIndexReader>>> {
         let view = PostgresView::now(&self.database, self.member.id).await?;
-        let found = view.limited(sqlx::query(STATE).fetch_optional(&mut *view.connection.lock().await)).await?;
+        let found = view.limited(sqlx::query(STATE).fetch_optional(&mut *view.connection().await?)).await?;
         let Some(row) = found else { return Ok(None) };
         let state = SavedIndexState {
             head: Revision(row.int(0)?),
@@ -59,6 +59,8 @@ impl SavedIndex for PostgresLog {
         let mut writer = Writer { database: &self.database, connection, generation, state, server, part: 0 };
         writer.run(async |connection| sqlx::raw_sql(BEGIN).execute(connection).await).await?;
         if !writer.run(async |connection| sqlx::query_scalar(TRY_LOCK).fetch_one(connection).await).await? {
+            // Nothing was written.
+            let _ = with_timeout(writer.connection.close()).await;
             return Ok(None);
         }
         Ok(Some(Box::new(writer)))
@@ -82,7 +84,7 @@ impl SavedIndexReader for Reader {
     async fn next(&mut self) -> Result<Option<Vec<u8>>> {
         if self.blocks.is_empty() {
             let query = sqlx::query(PARTS).bind(self.next_part).bind(PARTS_PER_READ);
-            let rows = self.view.limited(query.fetch_all(&mut *self.view.connection.lock().await)).await?;
+            let rows = self.view.limited(query.fetch_all(&mut *self.view.connection().await?)).await?;
             for row in rows {
                 let (part, checksum, block) = (row.int(0)?, row.int(1)?, row.bytes(2)?);
                 if part != self.next_part || checksum != checksum_of(&block) {

@@ -118,7 +118,8 @@ pub(super) async fn check_settings(
     let Some(schema) = schema else {
         return Err(Error::Open(format!(
             "no schema in the search path of role {role} exists in database {name}; create one, for example with \
-             CREATE SCHEMA AUTHORIZATION {role}"
+             CREATE SCHEMA AUTHORIZATION {}",
+            quoted(role)
         )));
     };
     // The tables of another role in a later schema are another store.
@@ -126,9 +127,11 @@ pub(super) async fn check_settings(
         Some(log_schema) if log_schema != schema && is_owner == Some(true) => {
             return Err(Error::Open(format!(
                 "the tables of Orlop are in schema {log_schema} of database {name}, but schema {schema} precedes it in \
-                 the search path of role {role}, so that an empty store would be made there; drop schema {schema}, \
-                 or set the search path: ALTER ROLE {role} SET search_path = {log_schema}, or = {schema} for another \
-                 store"
+                 the search path of role {role}, so that an empty store would be made there; drop schema {0}, or set \
+                 the search path: ALTER ROLE {1} SET search_path = {2}, or = {0} for another store",
+                quoted(&schema),
+                quoted(role),
+                quoted(&log_schema)
             )));
         }
         Some(log_schema) if log_schema != schema => None,
@@ -184,9 +187,16 @@ pub(super) async fn has_table(database: &Database, connection: &mut PgConnection
     with_timeout(found).await.map_err(|error| database.open_error("read", &error))
 }
 
+/// Returns a name as SQL that is suggested to the operator contains it: in double quotes if it needs them.
+pub(super) fn quoted(name: &str) -> String {
+    let is_plain = name.starts_with(|first: char| first.is_ascii_lowercase() || first == '_')
+        && name.chars().all(|it| it.is_ascii_lowercase() || it.is_ascii_digit() || it == '_');
+    if is_plain { name.to_owned() } else { format!("\"{}\"", name.replace('"', "\"\"")) }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::unsupported;
+    use super::{quoted, unsupported};
 
     #[test]
     fn versions_before_13_are_refused() {
@@ -194,6 +204,22 @@ mod tests {
             [(180_004, None), (130_000, None), (120_022, Some("12")), (100_023, Some("10")), (90_624, Some("9.6"))]
         {
             assert_eq!(unsupported(version).as_deref(), expected, "{version}");
+        }
+    }
+
+    #[test]
+    fn names_in_suggested_sql_are_quoted_if_they_need_it() {
+        for (name, expected) in [
+            ("orlop", "orlop"),
+            ("_orlop_2", "_orlop_2"),
+            ("orlop-prod", "\"orlop-prod\""),
+            ("Orlop", "\"Orlop\""),
+            ("2orlop", "\"2orlop\""),
+            ("an \"other\"", "\"an \"\"other\"\"\""),
+            ("größe", "\"größe\""),
+            ("", "\"\""),
+        ] {
+            assert_eq!(quoted(name), expected, "{name}");
         }
     }
 }

@@ -1,10 +1,14 @@
 //! A read-only snapshot of a log.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
 use async_trait::async_trait;
-use sqlx::PgConnection;
-use tokio::sync::Mutex;
+use sqlx::{Connection as _, PgConnection};
+use tokio::{
+    runtime::Handle,
+    sync::{MappedMutexGuard, Mutex, MutexGuard},
+    time::timeout,
+};
 
 use super::{
     connection::{Database, PAGE_TIMEOUT, with_timeout, within},
@@ -17,7 +21,7 @@ use crate::{
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Error, History, Meta, Page, Result, Visit, WithPrev},
+    log::{Error, Meta, Page, ReadLog, Result, Visit, WithPrev},
     types::{KeyRange, Revision, RowId},
 };
 
@@ -25,12 +29,18 @@ use orlop_core::{
 const BEGIN: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL statement_timeout = 0; \
     SET LOCAL idle_in_transaction_session_timeout = '60s'; SELECT 1 FROM meta";
 
+/// Maximum time to end the session of a view that is dropped.
+const END_MAX: Duration = Duration::from_secs(1);
+
 /// The migration that created the archive.
 const ARCHIVE_SCHEMA: i64 = 2;
 
 /// A connection with a read-only transaction, and so a fixed snapshot of the database.
+///
+/// When dropped, it ends the session in the background. Otherwise the server would log and count a lost connection.
 pub struct PostgresView {
-    pub(super) connection: Mutex<PgConnection>,
+    /// `None` after [`PostgresView::end`].
+    connection: Mutex<Option<PgConnection>>,
     pub(super) database: Database,
     generation: Generation,
     member_id: u64,
@@ -70,7 +80,23 @@ impl PostgresView {
         let Found { mut connection, generation, .. } = found;
         let begun = with_timeout(sqlx::raw_sql(BEGIN).execute(&mut connection)).await;
         begun.map_err(|error| database.unavailable(&error))?;
-        Ok(Self { connection: Mutex::new(connection), database: database.clone(), generation, member_id, schema })
+        let connection = Mutex::new(Some(connection));
+        Ok(Self { connection, database: database.clone(), generation, member_id, schema })
+    }
+
+    /// Returns the connection for a read.
+    pub(super) async fn connection(&self) -> Result<MappedMutexGuard<'_, PgConnection>> {
+        let ended = |_| Error::Unavailable("the snapshot of the database was closed".to_owned());
+        MutexGuard::try_map(self.connection.lock().await, Option::as_mut).map_err(ended)
+    }
+
+    /// Ends the transaction and the session. Later reads fail.
+    pub(super) async fn end(&self) -> Result<()> {
+        let connection = self.connection.lock().await.take();
+        match connection {
+            Some(connection) => self.limited(end(connection)).await,
+            None => Ok(()),
+        }
     }
 
     /// Runs a read. Fails if another server has become the primary, or after [`PAGE_TIMEOUT`].
@@ -84,10 +110,25 @@ impl PostgresView {
     }
 }
 
+impl Drop for PostgresView {
+    fn drop(&mut self) {
+        let Some(connection) = self.connection.get_mut().take() else { return };
+        // Without a runtime the connection is closed.
+        let Ok(runtime) = Handle::try_current() else { return };
+        runtime.spawn(timeout(END_MAX, end(connection)));
+    }
+}
+
+/// Ends the transaction and the session. The rest of a response that nobody waits for is read before.
+async fn end(mut connection: PgConnection) -> sqlx::Result<()> {
+    sqlx::raw_sql("ROLLBACK").execute(&mut connection).await?;
+    connection.close().await
+}
+
 #[async_trait]
-impl History for PostgresView {
+impl ReadLog for PostgresView {
     async fn meta(&self) -> Result<Meta> {
-        let meta = self.limited(read::meta(&mut *self.connection.lock().await)).await?;
+        let meta = self.limited(read::meta(&mut *self.connection().await?)).await?;
         Ok(Meta { member_id: self.member_id, ..meta })
     }
 
@@ -95,12 +136,12 @@ impl History for PostgresView {
         if self.schema < auth::SCHEMA {
             return Ok(AuthState::default());
         }
-        self.limited(read::auth(&mut *self.connection.lock().await)).await
+        self.limited(read::auth(&mut *self.connection().await?)).await
     }
 
     async fn replay(&self, from: Revision, visit: &mut Visit<'_>) -> Result<Meta> {
         let meta = self.meta().await?;
-        let connection = &mut *self.connection.lock().await;
+        let connection = &mut *self.connection().await?;
         let mut next = RowId::new(from, 0);
         loop {
             let changes = self.limited(read::replay_page(connection, next)).await?;
@@ -111,6 +152,6 @@ impl History for PostgresView {
     }
 
     async fn changes(&self, from: Revision, to: Revision, range: &KeyRange, prev: WithPrev) -> Result<Page> {
-        self.limited(read::changes(&mut *self.connection.lock().await, from, to, range, prev)).await
+        self.limited(read::changes(&mut *self.connection().await?, from, to, range, prev)).await
     }
 }

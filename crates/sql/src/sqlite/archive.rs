@@ -17,7 +17,7 @@ use orlop_core::{
     clock,
     log::{
         ARCHIVE_PAGE_KEYS, ARCHIVE_PAGE_ROWS, ARCHIVE_VISITED_ROWS, ARCHIVED_ROW_BYTES, Archive, ArchiveState,
-        ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, History, Log, Moment, Order, PastRow,
+        ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, Log, Moment, Order, PastRow, ReadLog,
         Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
@@ -222,7 +222,7 @@ impl Archive for SqliteArchive {
         sqlx::query_as(STATE).fetch_one(&self.readers()?).await.map(archive::state).map_err(unavailable)
     }
 
-    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+    async fn freeze(&self, log: &dyn Log) -> Result<(Arc<dyn ReadLog>, Arc<dyn FrozenArchive>)> {
         // Otherwise it may be the archive of another log.
         drop(self.readers()?);
         let log = log.freeze().await?.into();

@@ -16,6 +16,9 @@
 //!
 //! If the disk is full, pages that are new in the WAL cannot be copied, and SQLite cannot restart the WAL. Then the log
 //! refuses puts, and the deletion of rows does not make the WAL longer, until a checkpoint has succeeded.
+//!
+//! If a checkpoint finds that the database file is damaged, for example because a copy was written over it, the next start
+//! could not read what is put from then on. The log refuses puts until the end of the process, and the store raises an alarm.
 
 use std::{
     fs::File,
@@ -23,7 +26,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -38,6 +41,7 @@ use tracing::warn;
 
 use super::{
     identity::{Identity, Loss},
+    integrity::{Damage, unreadable},
     load::with_suffix,
     result_code::{CODE_FULL, has_code},
     wal,
@@ -45,6 +49,8 @@ use super::{
 };
 use crate::Durability;
 use orlop_core::{
+    log::Error,
+    log_limit::LogLimit,
     supervise::{disk_failed, vital},
     types::{Change, EncodedKv},
 };
@@ -65,6 +71,8 @@ const LONG_WAL_BYTES: u64 = 256 << 20;
 const IDLE_INTERVAL: Duration = Duration::from_secs(5);
 /// The same while the disk is full, because puts wait for the next one.
 const FULL_INTERVAL: Duration = Duration::from_secs(1);
+/// Minimum interval between messages about failed checkpoints. Under load they are tried again many times a second.
+const FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time to wait for each step of a last checkpoint, before the process ends.
 const LAST_STEP_MAX: Duration = Duration::from_secs(10);
 const SYNC_FAILED: &str = "cannot sync the database file; see the kernel log. The process exits, because the kernel may have \
@@ -82,6 +90,9 @@ struct Shared {
     stop: Notify,
     /// While checkpoints fail because the disk is full, the length that the WAL may have; otherwise 0.
     wal_bytes_max: AtomicU64,
+    /// Whether a checkpoint has found that the database file is damaged.
+    has_found_damage: AtomicBool,
+    damage: Arc<Damage>,
     /// To sync the database file; `None` if nothing is synced. It must not be closed before the connections that write:
     /// that would release the locks that they have on the file, because POSIX locks belong to a process and not to a
     /// descriptor.
@@ -98,8 +109,9 @@ impl Checkpointer {
     /// If the database file or the index of the WAL cannot be opened.
     pub(super) fn start(
         connection: SqliteConnection,
-        writer: Arc<Writer>,
-        identity: Arc<Identity>,
+        writer: &Arc<Writer>,
+        identity: &Arc<Identity>,
+        damage: &Arc<Damage>,
         file: &Path,
         durability: Durability,
     ) -> io::Result<Self> {
@@ -117,10 +129,12 @@ impl Checkpointer {
             wake: Notify::new(),
             stop: Notify::new(),
             wal_bytes_max: AtomicU64::new(0),
+            has_found_damage: AtomicBool::new(false),
+            damage: Arc::clone(damage),
             database,
             _index: index,
         });
-        let work = run(Arc::clone(&shared), writer, connection, identity, file.to_owned());
+        let work = run(Arc::clone(&shared), Arc::clone(writer), connection, Arc::clone(identity), file.to_owned());
         let task = vital("the checkpointer", work);
         Ok(Self { shared, task: Mutex::new(Some(task)) })
     }
@@ -138,6 +152,10 @@ impl Checkpointer {
     /// for the checkpoint.
     pub(super) fn wal_bytes_max(&self) -> Option<u64> {
         Some(self.shared.wal_bytes_max.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
+    }
+
+    pub(super) fn has_found_damage(&self) -> bool {
+        self.shared.has_found_damage.load(Ordering::Relaxed)
     }
 
     fn add(&self, bytes: usize) {
@@ -168,6 +186,7 @@ async fn run(
     let mut stopping = false;
     let mut interval = IDLE_INTERVAL;
     let mut long_wal = LongWal::new(LONG_WAL_BYTES);
+    let failures = LogLimit::every(FAILURE_LOG_INTERVAL);
     while !stopping {
         tokio::select! {
             () = shared.wake.notified() => {}
@@ -189,8 +208,11 @@ async fn run(
         match done {
             Ok(progress) => long_wal.look(progress, &file),
             Err(error) => {
-                warn!(%error, "checkpoint failed; trying again");
+                if failures.count().is_some() {
+                    warn!(%error, "checkpoint failed; trying again");
+                }
                 shared.pending_bytes.fetch_add(1, Ordering::Relaxed);
+                shared.note_damage(&unreadable(error));
             }
         }
     }
@@ -208,6 +230,14 @@ impl Shared {
         } else if self.wal_bytes_max.load(Ordering::Relaxed) == 0 {
             let bytes = wal::file_bytes(file).await.max(wal::FILE_BYTES);
             self.wal_bytes_max.store(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes note of the error of a checkpoint, if it is damage.
+    fn note_damage(&self, error: &Error) {
+        if matches!(error, Error::Corrupt(_)) {
+            self.has_found_damage.store(true, Ordering::Relaxed);
+            self.damage.see(error);
         }
     }
 }
@@ -320,7 +350,10 @@ mod tests {
     use std::fs::OpenOptions;
 
     use orlop_core::{
-        log::{Append, Appended, Error, History as _, Log as _, Reclaim},
+        log::{
+            Alarm, AlarmChange, AlarmKind, Append, Appended, Cause, Error, FactChange, Log as _, ReadLog as _, Reclaim,
+            Result,
+        },
         types::{ChangeKind, Key, Revision, RowId, Version},
     };
     use sqlx::{ConnectOptions as _, sqlite::SqliteConnectOptions};
@@ -329,13 +362,17 @@ mod tests {
     use crate::sqlite::SqliteLog;
 
     async fn put(log: &SqliteLog, value: &[u8]) {
+        assert_eq!(try_put(log, value).await.expect("a put"), Appended::Done);
+    }
+
+    async fn try_put(log: &SqliteLog, value: &[u8]) -> Result<Appended> {
         let expected = log.meta().await.expect("facts").position;
         let row = RowId::new(Revision(expected.head.0 + 1), 0);
         let version = Version { row, create_revision: row.revision, version: 1 };
         let (key, kind) = (Key::from(b"k".to_vec()), ChangeKind::put(EncodedKv::new(b"k", version, value, None)));
         let changes = &[Change { row, key, kind, prev: None, prev_lease: None }];
         let append = Append { expected, changes, reads: None, leases: &[], compact: None, fact: None, auth: None };
-        assert_eq!(log.append(append).await.expect("a put"), Appended::Done);
+        log.append(append).await
     }
 
     #[tokio::test]
@@ -381,6 +418,32 @@ mod tests {
             assert_eq!(done.is_ok(), is_done, "{done:?}");
             assert!(is_done || matches!(done, Err(Error::Full(_))), "{done:?}");
         }
+    }
+
+    /// Such as `cp` of a copy to the name of the file: it truncates the file, which stays the same one.
+    #[tokio::test]
+    async fn damage_that_a_checkpoint_finds_is_noted_and_refuses_puts() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("orlop.db");
+        let log = SqliteLog::open(&file).await.expect("a database");
+        let mut connection = log.options.connect().await.expect("a connection");
+        put(&log, &[0; 512 << 10]).await;
+        let progress = checkpoint(&mut connection, &log.writer, &log.checkpointer.shared).await.expect("a checkpoint");
+        assert_eq!(progress.copied, progress.wal);
+        let database = OpenOptions::new().write(true).open(&file).expect("a file");
+        // The first pages, which the tables begin with, remain.
+        database.set_len(256 << 10).expect("a length");
+        put(&log, b"acknowledged before the next checkpoint").await;
+        log.checkpointer.shared.wake.notify_one();
+        timeout(Duration::from_secs(60), log.damaged()).await.expect("the checkpoint finds the damage");
+        let refused = try_put(&log, b"it could not be read later").await;
+        assert!(matches!(refused, Err(Error::Corrupt(_))), "{refused:?}");
+
+        let alarm = Alarm { member_id: 1, kind: AlarmKind::Corrupt };
+        let fact = Some(FactChange::Alarm(AlarmChange::Raise { alarm, cause: Cause::Client }));
+        let expected = log.meta().await.expect("facts").position;
+        let raise = Append { expected, changes: &[], reads: None, leases: &[], compact: None, fact, auth: None };
+        assert_eq!(log.append(raise).await.expect("the alarm can be recorded"), Appended::Done);
     }
 
     #[tokio::test]

@@ -66,7 +66,7 @@ mod tests {
     use std::path::Path;
 
     use orlop_core::{
-        log::{Append, Appended, History as _, LeaseChange, Log as _},
+        log::{Append, Appended, LeaseChange, Log as _, ReadLog as _},
         types::Revision,
     };
 

@@ -19,7 +19,7 @@ use orlop_core::{
     types::{Change, KeyRange, Revision, RowId},
 };
 
-/// Implements [`orlop_core::log::History::meta`].
+/// Implements [`orlop_core::log::ReadLog::meta`].
 pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     const META: &str = "SELECT 'position', '', coalesce(max(id), 1), 0, 0, NULL FROM kv_log \
         UNION ALL SELECT 'fact', name, value, 0, 0, NULL FROM meta \
@@ -28,7 +28,7 @@ pub(super) async fn meta(connection: &mut SqliteConnection) -> Result<Meta> {
     rows::meta(&rows)
 }
 
-/// Implements [`orlop_core::log::History::auth`].
+/// Implements [`orlop_core::log::ReadLog::auth`].
 pub(super) async fn auth(connection: &mut SqliteConnection) -> Result<AuthState> {
     let rows: Vec<AuthRow> = sqlx::query_as(auth::SELECT).fetch_all(connection).await.map_err(unreadable)?;
     auth::state(rows)
@@ -139,7 +139,7 @@ impl Part {
     }
 }
 
-/// Implements [`orlop_core::log::History::changes`].
+/// Implements [`orlop_core::log::ReadLog::changes`].
 pub(super) async fn changes(
     connection: &mut SqliteConnection,
     from: Revision,

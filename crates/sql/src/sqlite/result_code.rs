@@ -10,6 +10,7 @@ pub(super) const CODE_ERROR: i32 = 1;
 pub(super) const CODE_BUSY: i32 = 5;
 pub(super) const CODE_LOCKED: i32 = 6;
 pub(super) const CODE_NO_MEMORY: i32 = 7;
+pub(super) const CODE_READ_ONLY: i32 = 8;
 pub(super) const CODE_IO: i32 = 10;
 pub(super) const CODE_CORRUPT: i32 = 11;
 pub(super) const CODE_FULL: i32 = 13;

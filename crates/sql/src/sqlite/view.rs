@@ -26,7 +26,7 @@ use crate::{
 };
 use orlop_core::{
     auth::AuthState,
-    log::{Error, History, Meta, Page, Result, Visit, WithPrev},
+    log::{Error, Meta, Page, ReadLog, Result, Visit, WithPrev},
     types::{KeyRange, Revision},
 };
 
@@ -183,7 +183,7 @@ pub(super) fn has_wal(file: &Path) -> bool {
 }
 
 #[async_trait]
-impl History for SqliteView {
+impl ReadLog for SqliteView {
     async fn meta(&self) -> Result<Meta> {
         read::meta(&mut *self.connection.lock().await).await
     }

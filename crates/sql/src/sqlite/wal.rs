@@ -16,12 +16,13 @@ use std::{
     time::Duration,
 };
 
+use rusqlite::{Connection, OpenFlags, TransactionBehavior, config::DbConfig};
 use rustix::{
     fs::{FallocateFlags, fallocate, statvfs},
     io::Errno,
 };
 
-use super::load::with_suffix;
+use super::{BUSY_TIMEOUT, load::with_suffix, view::has_wal};
 
 /// Usual maximum length of the file. When the WAL is longer than 32 MiB, a checkpoint blocks writes, so that SQLite can
 /// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
@@ -55,15 +56,20 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 ///
-/// If the file cannot be read, written or synced.
+/// If the file cannot be read, written or synced, or another process writes to the database for too long.
 pub(super) async fn rewrite(database: &Path) -> io::Result<()> {
-    let wal = with_suffix(database, "-wal");
+    let database = database.to_owned();
     // A slow disk does not delay other tasks.
-    tokio::task::spawn_blocking(move || rewrite_file(&wal)).await?
+    tokio::task::spawn_blocking(move || rewrite_file(&database)).await?
 }
 
-fn rewrite_file(wal: &Path) -> io::Result<()> {
-    let file = match OpenOptions::new().read(true).write(true).open(wal) {
+fn rewrite_file(database: &Path) -> io::Result<()> {
+    if !has_wal(database) {
+        return Ok(());
+    }
+    let _lock = lock_writes(database).map_err(|error| io::Error::other(format!("cannot lock the WAL: {error}")))?;
+    let file = match OpenOptions::new().read(true).write(true).open(with_suffix(database, "-wal")) {
+        // SQLite deletes a WAL beside an empty database.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         opened => opened?,
     };
@@ -78,14 +84,28 @@ fn rewrite_file(wal: &Path) -> io::Result<()> {
     }
 }
 
+/// Takes SQLite's lock for writes, without which no other process can commit, or restart or truncate the WAL. While the
+/// connection is open, no other one is the last, which would delete the WAL. Closing it neither copies nor deletes the WAL.
+fn lock_writes(database: &Path) -> rusqlite::Result<Connection> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let connection = Connection::open_with_flags(database, flags)?;
+    connection.busy_timeout(BUSY_TIMEOUT)?;
+    connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
+    // If this reads a WAL after a crash, it finds the same commits as after the WAL was written again.
+    connection.execute_batch("BEGIN IMMEDIATE")?;
+    Ok(connection)
+}
+
 /// Allocates the WAL file at its usual maximum length, if the file system supports it.
 ///
 /// # Errors
 ///
-/// If the file cannot be opened, or less than [`MARGIN_BYTES`] of the disk would remain free. The file then has its
-/// previous length.
-pub(super) fn preallocate(database: &Path) -> io::Result<()> {
+/// If the file cannot be opened, another process writes to the database for too long, or less than [`MARGIN_BYTES`] of the
+/// disk would remain free. The file then has its previous length.
+pub(super) fn preallocate(writer: &mut Connection, database: &Path) -> io::Result<()> {
     let wal = with_suffix(database, "-wal");
+    // Another process must not commit before the file has its previous length again.
+    let _lock = writer.transaction_with_behavior(TransactionBehavior::Immediate).map_err(io::Error::other)?;
     let file = OpenOptions::new().write(true).open(&wal)?;
     let before = file.metadata()?;
     let missing = FILE_BYTES.saturating_sub(before.blocks() * BLOCK_BYTES);
@@ -178,9 +198,36 @@ async fn length(file: &Path) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use orlop_core::log::Log as _;
+    use sqlx::{ConnectOptions as _, sqlite::SqliteConnectOptions};
     use tokio::time::timeout;
 
     use super::*;
+    use crate::sqlite::SqliteLog;
+
+    /// Otherwise a commit that the other process makes meanwhile could be lost, for example one of Litestream.
+    #[tokio::test]
+    async fn wal_is_not_written_again_while_another_process_writes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let database = folder.path().join("orlop.db");
+        SqliteLog::open(&database).await.expect("a database").close(&[]).await;
+        let mut other = SqliteConnectOptions::new().filename(&database).connect().await.expect("a connection");
+        sqlx::raw_sql("PRAGMA user_version = 1; BEGIN IMMEDIATE")
+            .execute(&mut other)
+            .await
+            .expect("a commit and a lock");
+        let wal = File::options().write(true).open(with_suffix(&database, "-wal")).expect("there is a WAL");
+        wal.set_modified(SystemTime::UNIX_EPOCH).expect("a time can be set");
+        let mut opening = Box::pin(SqliteLog::open(&database));
+        assert!(timeout(Duration::from_millis(500), &mut opening).await.is_err(), "the start waits for the lock");
+        let modified = wal.metadata().and_then(|metadata| metadata.modified()).expect("there is a WAL");
+        assert_eq!(modified, SystemTime::UNIX_EPOCH, "the WAL was written");
+        sqlx::raw_sql("ROLLBACK").execute(&mut other).await.expect("the lock is released");
+        let opened = timeout(Duration::from_secs(60), opening).await.expect("the start ends");
+        assert!(opened.is_ok(), "{:?}", opened.err());
+    }
 
     #[test]
     fn index_has_a_block_for_each_4096_frames() {

@@ -13,11 +13,8 @@ use tonic::Status;
 
 use super::call::{CallGuard, Method};
 use crate::api::{
-    grpc::{
-        deadline::{self, Deadline},
-        frame::FrameCounter,
-    },
-    status::{message_too_large, panicked, request_too_late, too_many_requests},
+    grpc::{deadline::Deadline, frame::FrameCounter},
+    status::{DEADLINE_EXCEEDED, message_too_large, panicked, request_too_late, too_many_requests},
 };
 use orlop_core::{
     overload::{PartialRequest, PartialRequests},
@@ -179,7 +176,7 @@ impl<R: Body<Data = Bytes> + Unpin> Body for SentBody<R> {
             }
         };
         if frame.is_pending() && self.deadline.has_passed(context) {
-            frame = self.cut_off(&deadline::passed());
+            frame = self.cut_off(&DEADLINE_EXCEEDED.into());
         }
         if let Poll::Ready(Some(Ok(frame))) = &frame {
             if let Some(data) = frame.data_ref() {

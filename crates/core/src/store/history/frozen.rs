@@ -9,7 +9,7 @@ use super::{
     past::{COPY_POLL_PAUSE, PastError},
 };
 use crate::{
-    log::{self, FrozenArchive, History, Meta},
+    log::{self, FrozenArchive, Meta, ReadLog},
     store::handle::Store,
     types::Revision,
 };
@@ -21,7 +21,7 @@ const COPY_TIME_MAX: Duration = Duration::from_secs(120);
 /// that is needed from [`crate::log::ArchiveState::first`] on. The archive may have rows that a later compaction than the
 /// log's has removed.
 pub struct FrozenStore {
-    pub log: Arc<dyn History>,
+    pub log: Arc<dyn ReadLog>,
     /// The state of the log.
     pub meta: Meta,
     pub archive: Option<Arc<dyn FrozenArchive>>,
@@ -34,7 +34,7 @@ impl Store {
     ///
     /// If the database is unavailable.
     pub async fn freeze(&self) -> log::Result<FrozenStore> {
-        let log: Arc<dyn History> = self.shared.log.freeze().await?.into();
+        let log: Arc<dyn ReadLog> = self.shared.log.freeze().await?.into();
         Ok(FrozenStore { meta: log.meta().await?, log, archive: None })
     }
 

@@ -14,8 +14,8 @@ use async_trait::async_trait;
 use super::{HistoryKeeper, HistorySettings, Keep, rows_within};
 use crate::{
     log::{
-        Archive, ArchiveState, ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, History, Log, Moment,
-        PastRow, Reclaimed, Result,
+        Archive, ArchiveState, ArchivedChanges, ArchivedMoment, ClockStep, Error, FrozenArchive, Log, Moment, PastRow,
+        ReadLog, Reclaimed, Result,
     },
     types::{EncodedKv, Key, KeyRange, Revision, RowId, Superseded},
 };
@@ -43,7 +43,7 @@ impl Archive for Broken {
         Err(self.error.clone())
     }
 
-    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn History>, Arc<dyn FrozenArchive>)> {
+    async fn freeze(&self, _: &dyn Log) -> Result<(Arc<dyn ReadLog>, Arc<dyn FrozenArchive>)> {
         Err(self.error.clone())
     }
 

@@ -20,7 +20,7 @@ use tracing::warn;
 
 use super::{
     Context, kv,
-    status::{from_store, is_stopped},
+    status::{Refusal, from_store, is_stopped},
     tasks::finish,
 };
 use orlop_core::{
@@ -176,13 +176,13 @@ impl Queue {
     ///
     /// # Errors
     ///
-    /// `gone`, as the text of the status, if the entry does not exist.
-    pub(super) async fn check(&self, entry: &Entry, gone: &str) -> Result<Option<pb::ResponseHeader>, Status> {
+    /// `gone` if the entry does not exist.
+    pub(super) async fn check(&self, entry: &Entry, gone: Refusal) -> Result<Option<pb::ResponseHeader>, Status> {
         let get = pb::RangeRequest { key: entry.key.clone(), ..Default::default() };
         let response = kv::range(Arc::clone(&self.context), Ok(self.caller.clone()), get).await?;
         match decode_pairs(response.kvs)?.pop() {
             Some(kv) if kv.create_revision == entry.create_revision => Ok(response.header),
-            Some(_) | None => Err(Status::unknown(gone)),
+            Some(_) | None => Err(gone.into()),
         }
     }
 }
