@@ -70,5 +70,5 @@ VOLUME /var/lib/orlop
 EXPOSE 2379
 # Without a shell, the binary is its own client. A start reads the whole log, so the first failures do not count.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
-    CMD ["/usr/local/bin/orlop", "status", "--endpoints", "http://127.0.0.1:2379"]
+    CMD ["/usr/local/bin/orlop", "status", "--ready", "--endpoints", "http://127.0.0.1:2379"]
 ENTRYPOINT ["/usr/local/bin/orlop"]

@@ -25,6 +25,10 @@ pub struct Args {
     #[arg(short, long, default_value = "simple", value_name = "FORMAT")]
     write_out: Format,
 
+    /// Only ask `/readyz` whether the server is ready, which needs no user; the exit status is 1 if it is not
+    #[arg(long, conflicts_with = "write_out")]
+    ready: bool,
+
     #[command(flatten)]
     server: ServerFlags,
 }
@@ -53,6 +57,11 @@ struct Status {
 pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     let endpoint = args.server.endpoint().to_string();
     let client = args.server.connect().await?;
+    if args.ready {
+        let ready =
+            client.get("/readyz").await.map_err(|error| format!("{endpoint} is not ready: {}", error.message()))?;
+        return Ok(print(ready.as_bytes())?);
+    }
     let status = read(&client).await.map_err(|error| format!("cannot read the status of {endpoint}: {error}"))?;
     let text = match args.write_out {
         Format::Simple => text::simple(&status, orlop_core::clock::now()),

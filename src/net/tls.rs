@@ -27,6 +27,7 @@ use tokio_rustls::{
         Error as TlsError, InvalidMessage, ServerConfig, SupportedCipherSuite, SupportedProtocolVersion,
         crypto::{CryptoProvider, ring},
         pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
+        server::NoServerSessionStorage,
         version::{TLS12, TLS13},
     },
     server::TlsStream,
@@ -211,6 +212,11 @@ fn config(settings: &Tls, pair: &Pair) -> Result<Arc<ServerConfig>, String> {
         format!("cert-file {certificate} and key-file {key} cannot be used together: {error}")
     })?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    if settings.clients.is_some() {
+        // rustls would resume a session without a look at the client's certificate, which may have expired.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+    }
     Ok(Arc::new(config))
 }
 

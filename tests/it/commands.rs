@@ -117,6 +117,7 @@ async fn commands_that_need_a_user_say_how_to_log_in(backend: Backend) {
         let hint = "etcdserver: user name is empty; log in: --user, or the variables ETCDCTL_USER and ETCDCTL_PASSWORD";
         check_fails(&[command, "--endpoints", server.endpoint()], hint);
     }
+    assert_eq!(prints(&["status", "--ready", "--endpoints", server.endpoint()]), "ok\n");
     let as_user = ["--endpoints", server.endpoint(), "--user", "user:user's password"];
     assert!(prints(&[&["status"][..], &as_user].concat()).contains("revision "));
     assert!(top(&as_user).contains("revision "));

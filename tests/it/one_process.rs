@@ -167,3 +167,18 @@ async fn server_without_its_file_or_lock_ends() {
         check("orlop.db.lock", "the lock file was replaced or removed while it was in use"),
     );
 }
+
+/// Connections that are opened later would use another WAL, or another index of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_without_its_wal_or_the_index_of_it_ends_and_loses_nothing() {
+    let check = async |name: &str| {
+        let mut server = server_with_a_key().await;
+        Client::connect(server.endpoint()).await.put("late", "value").await;
+        fs::remove_file(server.data_dir().join(name)).expect("a file can be removed");
+        assert_eq!(server.ended().await.code(), Some(EXIT_DISK_FAILED), "{name}: {}", server.log_tail());
+        check_log(&server, "the WAL or its index was replaced or removed while it was in use");
+        server.restart().await;
+        assert!(has_key(&server, "k").await && has_key(&server, "late").await, "{name}");
+    };
+    tokio::join!(check("orlop.db-wal"), check("orlop.db-shm"));
+}

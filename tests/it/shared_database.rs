@@ -40,6 +40,28 @@ async fn logged(postgres: &Postgres, text: &str) {
     .await;
 }
 
+/// Every role that may connect to the database can send one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn false_notification_makes_no_load_and_hides_no_append() {
+    let Some(postgres) = Postgres::start().await else { return };
+    let database = postgres.create_database();
+    let one = Server::orlop_on(&database, &["--name", "one"]).await;
+    let two = Server::orlop_on(&database, &["--name", "two"]).await;
+    let (mut a, mut b) = (Client::connect(one.endpoint()).await, Client::connect(two.endpoint()).await);
+    let mut stream = Stream::open(&mut b).await;
+    stream.create(everything(0)).await;
+    let notify = "SELECT pg_notify('orlop_' || 'kv_log'::regclass::oid, '9223372036854775807')";
+    let mut other = executed(&one, notify).await;
+    let commits = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()";
+    let mut commits = async || sqlx::query_scalar::<_, i64>(commits).fetch_one(&mut other).await.expect("a number");
+    let before = commits().await;
+    sleep(Duration::from_secs(3)).await;
+    let made = commits().await - before;
+    assert!(made < 1_000, "{made} transactions in 3 s");
+    let revision = a.put("key", "value").await;
+    assert_eq!(stream.read_until(revision).await, [revision]);
+}
+
 /// The connection with which the start began still answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_waits_for_a_lock_on_a_table() {

@@ -84,6 +84,38 @@ fn has_curl() -> bool {
     found
 }
 
+/// A session that is resumed would be that of a certificate which may have expired.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_with_certificates_are_verified_at_each_connection() {
+    let Some(authority) = Authority::new() else { return };
+    let (own, client, root) = (authority.sign("server", 30), authority.sign("client", 30), authority.root());
+    let open = server(&own, &[]).await;
+    let closed = server(&own, &["--trusted-ca-file", text(&root), "--client-cert-auth"]).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    for version in ["-tls1_2", "-tls1_3"] {
+        for (server, is_resumed) in [(&open, true), (&closed, false)] {
+            let session = folder.path().join(format!("{version}-{is_resumed}"));
+            let connect = async |more: &[&str]| {
+                let address = server.endpoint().trim_start_matches("https://");
+                let mut command = Command::new("openssl");
+                command.args(["s_client", "-connect", address, "-ign_eof", version, "-CAfile", text(&root), "-cert"]);
+                command.args([text(&client.cert), "-key", text(&client.key)]).args(more).kill_on_drop(true);
+                let request = folder.path().join("request");
+                std::fs::write(&request, "GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                    .expect("a file can be written");
+                command.stdin(std::fs::File::open(&request).expect("a file can be read"));
+                let printed = String::from_utf8_lossy(&output(&mut command).await.stdout).into_owned();
+                assert!(printed.contains("etcdserver"), "{version}: {printed}");
+                printed
+            };
+            connect(&["-sess_out", text(&session)]).await;
+            // Without a ticket, openssl has no session of TLS 1.3 to store.
+            let resumes = session.exists() && connect(&["-sess_in", text(&session)]).await.contains("Reused, ");
+            assert_eq!(resumes, is_resumed, "{version}");
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_clients_with_a_trusted_certificate_are_served() {
     let (Some(ours), Some(theirs), true) = (Authority::new(), Authority::new(), has_curl()) else { return };

@@ -417,8 +417,8 @@ pub trait Log: ReadLog {
     ///
     /// # Errors
     ///
-    /// [`Error::Unavailable`], [`Error::Full`] and [`Error::Refused`] only if nothing was and nothing will be written;
-    /// the last only for a change of a fact, or of users and roles.
+    /// [`Error::Unavailable`], [`Error::Full`], [`Error::Corrupt`] and [`Error::Refused`] only if nothing was and nothing
+    /// will be written; the last only for a change of a fact, or of users and roles.
     ///
     /// # Cancel safety
     ///

@@ -337,7 +337,7 @@ impl SharedLog for PostgresLog {
     async fn leases(&self, ids: &[LeaseId], touch: Touch) -> Result<Vec<LoggedLease>> {
         let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
         let query = || sqlx::query(LEASES).bind(&ids).bind(touch == Touch::Renew);
-        let rows = read!(with self.database.short_attempts(), connection => query().fetch_all(connection))?;
+        let rows = read!(self.database, connection => query().fetch_all(connection))?;
         rows.iter().map(logged_lease).collect::<sqlx::Result<_>>().map_err(corrupt)
     }
 

@@ -2,18 +2,14 @@
 
 use std::time::Duration;
 
-use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest, RangeRequest};
+use orlop_wire::proto::client::etcdserverpb::{LeaseGrantRequest, PutRequest};
 use tokio::time::sleep;
 
-use super::{port_of, put, server_behind_link};
+use super::{port_of, server_behind_link};
 use crate::{
     instances::keep_alive,
-    support::{Client, Postgres, Server, database_name, eventually},
+    support::{Client, Postgres, Server, database_name, eventually, get, put},
 };
-
-fn get(key: &str) -> RangeRequest {
-    RangeRequest { key: key.to_owned().into(), ..Default::default() }
-}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn linearizable_reads_wait_for_another_connection() {
@@ -47,11 +43,13 @@ async fn renewals_wait_for_another_connection() {
     let mut client = Client::connect(server.endpoint()).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: TTL, id: 1 }).await.expect("a grant");
     client.kv.put(PutRequest { lease: 1, ..put("key", "value") }).await.expect("a put");
+    // So that the newest statement is not one of the other instance.
+    assert_eq!(keep_alive(&mut client, 1).await, TTL);
     let renewing = tokio::spawn(async move {
         loop {
-            // It would fail after 7 s.
+            // It would fail after 7 s. The pauses are as long as those of a client.
             assert_eq!(keep_alive(&mut client, 1).await, TTL);
-            sleep(Duration::from_millis(300)).await;
+            sleep(Duration::from_secs(TTL as u64 / 3)).await;
         }
     });
     let first = port_of(postgres, database, RENEWAL).await;

@@ -422,6 +422,10 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, stop: watc
                     is_failing = false;
                     info!("the log can be followed again");
                 }
+                // A notification follows its commit, so this one is false: every role that may connect can send one.
+                Ok(()) if notified_head.is_some_and(|notified| notified > shared.index.read().head()) => {
+                    sleep(poll_interval).await;
+                }
                 Ok(()) => {}
                 Err(error) => {
                     if !is_failing {

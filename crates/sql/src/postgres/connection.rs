@@ -39,9 +39,10 @@ const WAIT_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// Client-side timeout of a statement, for a server that does not respond. It is longer than the timeout that the
 /// server enforces ([`SESSION_SETTINGS`]).
 pub(super) const STATEMENT_TIMEOUT: Duration = Duration::from_secs(12);
-/// Client-side timeout of a statement that takes milliseconds, on a connection that was used before: the network may have lost
-/// the connection. The repetition, on a new one, is in the 7 s for which requests wait. It has [`STATEMENT_TIMEOUT`]: a new
-/// connection has just answered, so it is the server that is slow, and a server that hangs is not asked more often.
+/// Client-side timeout of a read that takes milliseconds and waits for no lock, on a connection that was used before: the
+/// network may have lost the connection. The repetition, on a new one, is in the 7 s for which requests wait. It has
+/// [`STATEMENT_TIMEOUT`]: a new connection has just answered, so it is the server that is slow, and a server that hangs is not
+/// asked more often.
 pub(super) const KEPT_ANSWER_MAX: Duration = Duration::from_secs(3);
 /// Client-side timeout of a statement that reads or writes a page of rows without a timeout on the server: the disk may be
 /// slow.
@@ -317,16 +318,7 @@ impl Database {
 
     /// Starts the attempts of one query, for [`read`].
     pub(super) fn attempts(&self) -> Attempts<'_> {
-        Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX, kept_answer_max: STATEMENT_TIMEOUT }
-    }
-
-    /// Like [`Database::attempts`], for a query that takes milliseconds: another attempt follows [`KEPT_ANSWER_MAX`].
-    pub(super) fn short_attempts(&self) -> Attempts<'_> {
-        Attempts {
-            database: self,
-            deadline: Instant::now() + KEPT_ANSWER_MAX + READ_RETRY_MAX,
-            kept_answer_max: KEPT_ANSWER_MAX,
-        }
+        Attempts { database: self, deadline: Instant::now() + READ_RETRY_MAX }
     }
 
     pub(super) async fn close(&self) {
@@ -371,24 +363,21 @@ pub(super) fn sqlstate(error: &sqlx::Error) -> Option<String> {
 /// Runs an idempotent query on a connection of the pool, and retries on another connection if that one fails. Evaluates
 /// to a [`Result`]. It is a macro, because a closure cannot borrow both the connection and the caller's variables.
 macro_rules! read {
-    (with $attempts:expr, $connection:ident => $query:expr) => {{
-        let attempts = $attempts;
+    ($database:expr, $connection:ident => $query:expr) => {{
+        let attempts = $database.attempts();
         loop {
-            let (mut pooled, answer_max) = match attempts.connection().await {
-                Ok(found) => found,
+            let mut pooled = match attempts.connection().await {
+                Ok(pooled) => pooled,
                 Err(error) => break Err(error),
             };
             let generation = pooled.generation;
             let $connection: &mut PgConnection = &mut pooled;
-            let answer = attempts.limited(generation, answer_max, $query).await;
+            let answer = attempts.limited(generation, $query).await;
             if let Some(done) = attempts.outcome_or_retry(pooled, answer) {
                 break done;
             }
         }
     }};
-    ($database:expr, $connection:ident => $query:expr) => {
-        read!(with $database.attempts(), $connection => $query)
-    };
 }
 pub(super) use read;
 
@@ -396,28 +385,23 @@ pub(super) use read;
 pub(super) struct Attempts<'a> {
     database: &'a Database,
     deadline: Instant,
-    /// Client-side timeout on a connection that was used before.
-    kept_answer_max: Duration,
 }
 
 impl Attempts<'_> {
-    /// Returns a connection, and the client-side timeout of the query on it.
-    pub(super) async fn connection(&self) -> Result<(Pooled, Duration)> {
+    pub(super) async fn connection(&self) -> Result<Pooled> {
         let database = self.database;
         let Some(permit) = database.pool.permit(READ_RETRY_MAX).await else {
             return Err(database.unavailable(&sqlx::Error::PoolTimedOut));
         };
         let generation = database.generation();
-        if let Some(connection) = database.pool.take_idle(generation) {
-            let pooled = Pooled::new(connection, generation, Arc::clone(&database.pool), permit);
-            return Ok((pooled, self.kept_answer_max));
+        if let Some(connection) = database.pool.take_idle(generation).await {
+            return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
         }
         let mut pause = RETRY_PAUSE_MIN;
         loop {
             match database.find().await {
                 Ok(Found { connection, generation, .. }) => {
-                    let pooled = Pooled::new(connection, generation, Arc::clone(&database.pool), permit);
-                    return Ok((pooled, STATEMENT_TIMEOUT));
+                    return Ok(Pooled::new(connection, generation, Arc::clone(&database.pool), permit));
                 }
                 // Refusals may end, too: those of the old password while it is replaced in the file and for the role,
                 // and those of a standby that is being promoted.
@@ -433,14 +417,13 @@ impl Attempts<'_> {
         }
     }
 
-    /// Runs a query with a client-side timeout. Ends it if another server has become the primary.
+    /// Runs a query with the client-side timeout. Ends it if another server has become the primary.
     pub(super) async fn limited<T>(
         &self,
         generation: Generation,
-        answer_max: Duration,
         query: impl Future<Output = sqlx::Result<T>>,
     ) -> sqlx::Result<T> {
-        self.database.unless_superseded(generation, within(answer_max, query)).await
+        self.database.unless_superseded(generation, with_timeout(query)).await
     }
 
     /// Returns the result, or `None` to retry.

@@ -13,8 +13,9 @@ use super::{
     primary::{Found, Generation},
 };
 
-/// Time without use after which a connection must answer before it is used: a pooler or an administrator may have closed it.
-const UNUSED_MAX: Duration = Duration::from_secs(10);
+/// Time without use after which a connection must answer before it is used: a pooler or an administrator may have closed it, or
+/// the network may have lost it.
+const UNUSED_MAX: Duration = Duration::from_secs(2);
 /// Maximum time for this answer.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 
@@ -78,12 +79,16 @@ impl Dedicated {
 impl Session {
     /// Returns the session, unless it was unused for long and does not answer.
     async fn answering(mut self) -> Option<Self> {
-        if self.last_used.elapsed() < UNUSED_MAX {
-            return Some(self);
-        }
-        let answered = timeout(ANSWER_MAX, self.connection.ping()).await;
-        answered.is_ok_and(|answer| answer.is_ok()).then_some(self)
+        answers(&mut self.connection, self.last_used).await.then_some(self)
     }
+}
+
+/// Returns whether a connection can be used. One that was used a moment ago is not asked.
+pub(super) async fn answers(connection: &mut PgConnection, last_used: Instant) -> bool {
+    if last_used.elapsed() < UNUSED_MAX {
+        return true;
+    }
+    timeout(ANSWER_MAX, connection.ping()).await.is_ok_and(|answer| answer.is_ok())
 }
 
 impl InUse<'_> {

@@ -18,7 +18,10 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-use super::primary::{Generation, Primary};
+use super::{
+    dedicated::answers,
+    primary::{Generation, Primary},
+};
 use orlop_core::log::Connections;
 
 /// Time after which an unused connection is closed.
@@ -58,11 +61,19 @@ impl Pool {
         timeout(max_wait, Arc::clone(&self.permits).acquire_owned()).await.ok()?.ok()
     }
 
-    /// Takes an unused connection of the generation. Closes those of earlier ones.
-    pub(super) fn take_idle(&self, generation: Generation) -> Option<PgConnection> {
-        let mut idle = self.idle.lock();
-        idle.retain(|it| it.generation >= generation && it.since.elapsed() < IDLE_MAX);
-        idle.pop().map(|it| it.connection)
+    /// Takes an unused connection of the generation that answers. Closes those of earlier ones.
+    pub(super) async fn take_idle(&self, generation: Generation) -> Option<PgConnection> {
+        let Idle { mut connection, since, .. } = {
+            let mut idle = self.idle.lock();
+            idle.retain(|it| it.generation >= generation && it.since.elapsed() < IDLE_MAX);
+            idle.pop()?
+        };
+        if answers(&mut connection, since).await {
+            return Some(connection);
+        }
+        // What has dropped this connection, such as a firewall, may have dropped the others.
+        self.close_idle();
+        None
     }
 
     /// Closes the unused connections.

@@ -242,8 +242,8 @@ impl Shared {
     }
 }
 
-/// Copies the WAL into the database file, whatever its name is now, empties the WAL, and ends the process. The next process may
-/// find the WAL and its index beside another database, which it would damage: a WAL that cannot be emptied, because somebody
+/// Copies the WAL into the database file, whatever their names are now, empties the WAL, and ends the process. The next process
+/// may find the WAL and its index beside another database, which it would damage: a WAL that cannot be emptied, because somebody
 /// reads it, gets another name. No write is acknowledged meanwhile.
 async fn end_process(loss: &Loss, identity: &Identity, connection: &mut SqliteConnection, writer: &Writer) -> ! {
     let _blocked = timeout(LAST_STEP_MAX, writer.block()).await;

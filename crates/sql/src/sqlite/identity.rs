@@ -1,8 +1,9 @@
 //! Whether the files of an open database still have their names.
 //!
 //! A file that another process replaces or removes stays open: commits go to a file without a name, or with another one, and
-//! a connection that is opened later reads another database. Only a restart ends that, so the process ends, after the
-//! checkpointer has copied the WAL ([`super::checkpoint`]). If the lock file is another one, a second process can lock it.
+//! a connection that is opened later reads another database, or the same with another WAL. Only a restart ends that, so the
+//! process ends, after the checkpointer has copied the WAL ([`super::checkpoint`]). If the lock file is another one, a second
+//! process can lock it.
 //!
 //! A file is recognized by its device and inode, as SQLite's own locks recognize it. Overlayfs gives a file another inode when
 //! it is first opened for writing, so this must have happened before.
@@ -32,38 +33,22 @@ const REPLACED: &str = "the database file was replaced or removed while it was i
                         in the file that was moved away, and lost if that was deleted";
 const UNLOCKED: &str = "the lock file was replaced or removed while it was in use. The process exits, because two servers could \
                         use the database";
+const DETACHED: &str = "the WAL or its index was replaced or removed while it was in use. The process exits, because its other \
+                        connections would use another one; before, it copies the WAL into the database file";
 
 /// Maximum time to wait for the checkpointer to end the process.
 const END_TIME_MAX: Duration = Duration::from_secs(30);
 
 /// The files of a database, as they were when it was opened.
 pub(super) struct Identity {
-    files: [Identified; 2],
+    database: Identified,
+    lock_file: Identified,
+    wal: Identified,
+    shm: Identified,
     /// Wakes the checkpointer when another task has found a loss.
     found: Notify,
     /// If it no longer exists, the log was dropped, and its files may be removed.
     lock: Weak<FileLock>,
-    wal: Beside,
-    shm: Beside,
-}
-
-/// A file beside the database, which belongs to the database file that is open, whatever its name is now.
-struct Beside {
-    path: PathBuf,
-    id: Option<Id>,
-}
-
-impl Beside {
-    fn new(database: &Path, suffix: &str) -> Self {
-        let path = with_suffix(database, suffix);
-        let id = path.metadata().ok().map(|found| Id::of(&found));
-        Self { path, id }
-    }
-
-    /// Returns whether it is still beside the name of the database.
-    fn is_in_place(&self) -> bool {
-        self.id.is_some() && self.path.metadata().ok().map(|found| Id::of(&found)) == self.id
-    }
 }
 
 struct Identified {
@@ -73,6 +58,31 @@ struct Identified {
     meaning: &'static str,
 }
 
+impl Identified {
+    fn new(path: PathBuf, meaning: &'static str) -> io::Result<Self> {
+        let id = Id::of(&path.metadata()?);
+        Ok(Self { path, id, meaning })
+    }
+
+    fn is_in_place(&self) -> bool {
+        self.path.metadata().is_ok_and(|found| Id::of(&found) == self.id)
+    }
+
+    /// Returns what became of it. A file that cannot be looked at counts as unchanged.
+    fn loss(&self) -> Option<Loss> {
+        let path = self.path.display();
+        let file = match self.path.metadata() {
+            Ok(found) if Id::of(&found) == self.id => return None,
+            Ok(_) => io::Error::other(format!("{path} is another file")),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                io::Error::new(error.kind(), format!("{path} does not exist"))
+            }
+            Err(_) => return None,
+        };
+        Some(Loss { file, meaning: self.meaning })
+    }
+}
+
 /// A file that was replaced or removed.
 pub(super) struct Loss {
     file: io::Error,
@@ -80,7 +90,7 @@ pub(super) struct Loss {
 }
 
 impl Loss {
-    /// Whether it is the database, and not only its lock.
+    /// Whether it is the database, and not only a file beside it.
     pub(super) fn is_of_database(&self) -> bool {
         self.meaning == REPLACED
     }
@@ -105,15 +115,17 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// If the database or its lock has no metadata.
+    /// If one of the files has no metadata.
     pub(super) fn new(database: &Path, lock: &Arc<FileLock>) -> io::Result<Self> {
-        let id = Id::of(&database.metadata()?);
-        let database_file = Identified { path: database.to_owned(), id, meaning: REPLACED };
-        let (path, id) = (with_suffix(database, LOCK), Id::of(&lock.metadata()?));
-        let lock_file = Identified { path, id, meaning: UNLOCKED };
-        let [wal, shm] = ["-wal", "-shm"].map(|suffix| Beside::new(database, suffix));
-        let (found, lock) = (Notify::new(), Arc::downgrade(lock));
-        Ok(Self { files: [database_file, lock_file], found, lock, wal, shm })
+        let lock_id = Id::of(&lock.metadata()?);
+        Ok(Self {
+            database: Identified::new(database.to_owned(), REPLACED)?,
+            lock_file: Identified { path: with_suffix(database, LOCK), id: lock_id, meaning: UNLOCKED },
+            wal: Identified::new(with_suffix(database, "-wal"), DETACHED)?,
+            shm: Identified::new(with_suffix(database, "-shm"), DETACHED)?,
+            found: Notify::new(),
+            lock: Arc::downgrade(lock),
+        })
     }
 
     /// Returns only if no file was replaced or removed; otherwise the checkpointer ends the process. Call it after a connection
@@ -161,20 +173,10 @@ impl Identity {
         Ok(Some(moved))
     }
 
-    /// Returns the first file that was replaced or removed. One that cannot be looked at counts as unchanged.
+    /// Returns the first file that was replaced or removed.
     fn loss(&self) -> Option<Loss> {
-        let loss = self.files.iter().find_map(|file| {
-            let path = file.path.display();
-            let error = match file.path.metadata() {
-                Ok(found) if Id::of(&found) == file.id => return None,
-                Ok(_) => io::Error::other(format!("{path} is another file")),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    io::Error::new(error.kind(), format!("{path} does not exist"))
-                }
-                Err(_) => return None,
-            };
-            Some(Loss { file: error, meaning: file.meaning })
-        });
+        let files = [&self.database, &self.lock_file, &self.wal, &self.shm];
+        let loss = files.into_iter().find_map(Identified::loss);
         // After the look at the files: they are removed later than the log was dropped.
         loss.filter(|_| self.lock.strong_count() > 0)
     }
@@ -192,7 +194,7 @@ mod tests {
             fs::write(with_suffix(&database, name), name).expect("a file");
         }
         let lock = Arc::new(FileLock::acquire(&database).expect("the lock is free"));
-        (Identity::new(&database, &lock).expect("there are two files"), lock)
+        (Identity::new(&database, &lock).expect("there are four files"), lock)
     }
 
     type Change<'a> = (&'a dyn Fn(&Path), &'a str);
@@ -209,7 +211,12 @@ mod tests {
         let changes: [Change<'_>; 4] =
             [(&write, ""), (&link, ""), (&replace, "is another file"), (&remove, "does not exist")];
         for (change, what) in changes {
-            for (name, meaning) in [("orlop.db", REPLACED), ("orlop.db.lock", UNLOCKED)] {
+            for (name, meaning) in [
+                ("orlop.db", REPLACED),
+                ("orlop.db.lock", UNLOCKED),
+                ("orlop.db-wal", DETACHED),
+                ("orlop.db-shm", DETACHED),
+            ] {
                 let folder = tempfile::tempdir().expect("a folder");
                 let (identity, lock) = identity(folder.path());
                 assert!(identity.loss().is_none());

@@ -22,7 +22,12 @@ use rustix::{
     io::Errno,
 };
 
-use super::{BUSY_TIMEOUT, load::with_suffix, view::has_wal};
+use super::{
+    BUSY_TIMEOUT,
+    load::with_suffix,
+    result_code::{CODE_BUSY, has_code},
+    view::has_wal,
+};
 
 /// Usual maximum length of the file. When the WAL is longer than 32 MiB, a checkpoint blocks writes, so that SQLite can
 /// restart the WAL ([`super::checkpoint`]). Until then the WAL grows further.
@@ -67,7 +72,10 @@ fn rewrite_file(database: &Path) -> io::Result<()> {
     if !has_wal(database) {
         return Ok(());
     }
-    let _lock = lock_writes(database).map_err(|error| io::Error::other(format!("cannot lock the WAL: {error}")))?;
+    let _lock = lock_writes(database).map_err(|error| {
+        let hint = if has_code(&error, CODE_BUSY) { ": another process writes to the database" } else { "" };
+        io::Error::other(format!("cannot lock the WAL: {error}{hint}"))
+    })?;
     let file = match OpenOptions::new().read(true).write(true).open(with_suffix(database, "-wal")) {
         // SQLite deletes a WAL beside an empty database.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -226,11 +226,10 @@ impl Writer {
                 Ok(CommitOutcome::Refused)
             }
             log::Error::Full(_) => Err(Error::NoSpace),
-            log::Error::OutcomeUnknown(_)
-            | log::Error::Refused(_)
-            | log::Error::Open(_)
-            | log::Error::Corrupt(_)
-            | log::Error::Diverged(_) => Err(Error::OutcomeUnknown),
+            log::Error::Corrupt(_) => Err(Error::Corrupt),
+            log::Error::OutcomeUnknown(_) | log::Error::Refused(_) | log::Error::Open(_) | log::Error::Diverged(_) => {
+                Err(Error::OutcomeUnknown)
+            }
         }
     }
 
@@ -250,11 +249,10 @@ impl Writer {
             log::Error::Full(_) => {
                 error!(error = %failure, "the disk is full: writes are rejected until space is freed, reads continue");
             }
-            log::Error::OutcomeUnknown(_)
-            | log::Error::Refused(_)
-            | log::Error::Open(_)
-            | log::Error::Corrupt(_)
-            | log::Error::Diverged(_) => {
+            log::Error::Corrupt(_) => {
+                error!(error = %failure, "the database is damaged: puts are rejected");
+            }
+            log::Error::OutcomeUnknown(_) | log::Error::Refused(_) | log::Error::Open(_) | log::Error::Diverged(_) => {
                 error!(
                     error = %failure,
                     "the outcome of the last writes is unknown; their clients received an error; reading the log again"
