@@ -16,6 +16,7 @@ use orlop_core::{
     auth::AuthState,
     index::{RowKind, ValidatedColumns},
     log,
+    store::quota_of,
     types::{ChangeKind, EncodedKv, Key, LeaseId, Revision, RowId, Version},
 };
 use orlop_sql::{KineRow, KineState, KineTable, Values};
@@ -73,7 +74,8 @@ type Result<T> = std::result::Result<T, Error>;
 /// A text for the operator. The database is then as empty as before.
 pub async fn run(args: Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let Args::Kine(KineArgs { from, datastore }) = args;
-    let datastore = Settings::load(&Flags::from(datastore))?.datastore()?;
+    let settings = Settings::load(&Flags::from(datastore))?;
+    let datastore = settings.datastore()?;
     let mut table = KineTable::open(from.text()).await?;
     let name = table.name();
     let mut import = Import::new(&mut table).await?;
@@ -83,7 +85,7 @@ pub async fn run(args: Args) -> std::result::Result<(), Box<dyn std::error::Erro
     table.check_unchanged(&import.state).await?;
     let auth = AuthState::default();
     into.finish(&import.bounds.meta(import.survey.leases(), &auth), &auth).await?;
-    let report = report::text(&import, rows);
+    let report = report::text(&import, rows, quota_of(settings.quota_backend_bytes));
     Ok(print(format!("imported {name} into {}\n{report}", datastore.name()).as_bytes())?)
 }
 
@@ -96,12 +98,14 @@ struct Import {
     newest: NewestRows,
 }
 
-/// Numbers of rows in the log.
+/// The rows in the log: numbers and size.
 struct Added {
     /// Changes above the compact revision.
     history: usize,
     /// Live keys at the compact revision.
     compacted: usize,
+    /// Bytes, about, as they count toward the quota.
+    bytes: i64,
 }
 
 impl Import {
@@ -123,7 +127,7 @@ impl Import {
     /// Reads the table with values, and adds the rows of the log.
     async fn add_rows(&mut self, table: &mut KineTable, into: &mut dyn log::Load) -> Result<Added> {
         let live = self.newest.values().filter(|newest| matches!(newest.kind, RowKind::Put { .. })).count();
-        let mut added = Added { history: 0, compacted: live };
+        let mut added = Added { history: 0, compacted: live, bytes: 0 };
         let mut rows = Rows::new(std::mem::take(&mut self.newest), self.bounds.compacted);
         let mut chain = Chain::new(&self.state);
         let mut after = i64::MIN;
@@ -136,6 +140,7 @@ impl Import {
                 rows.flush_full(into).await?;
             }
         }
+        added.bytes = rows.size();
         rows.finish(into).await?;
         Ok(added)
     }

@@ -11,6 +11,7 @@ use orlop_core::{
     auth::AuthState,
     index::{RowKind, ValidatedColumns},
     log::{self, AuthMark, Load, LoggedLease, Meta, Position},
+    store::ROW_BYTES,
     types::{Change, ChangeKind, Key, Prev, Revision, RowId, shown},
 };
 
@@ -89,13 +90,30 @@ pub struct Rows {
     /// The number of changes of the compact revision that were missing so far.
     missing: u32,
     batch: Vec<Change>,
+    /// Bytes of keys and values in `batch`.
     bytes: usize,
+    /// Bytes of all rows so far, about, as they count toward the quota.
+    total: i64,
 }
 
 impl Rows {
     pub fn new(newest: NewestRows, compacted: Option<Revision>) -> Self {
         let next_sub = compacted.filter(|revision| *revision > Revision::EMPTY).map(|_| 0);
-        Self { newest, compacted, at_compacted: NewestRows::new(), next_sub, missing: 0, batch: Vec::new(), bytes: 0 }
+        Self {
+            newest,
+            compacted,
+            at_compacted: NewestRows::new(),
+            next_sub,
+            missing: 0,
+            batch: Vec::new(),
+            bytes: 0,
+            total: 0,
+        }
+    }
+
+    /// Returns the size of all rows that were added so far in bytes, about, as it counts toward the quota.
+    pub fn size(&self) -> i64 {
+        self.total
     }
 
     /// # Errors
@@ -127,7 +145,9 @@ impl Rows {
     }
 
     fn push(&mut self, row: RowId, key: Key, kind: ChangeKind, prev: Revision) {
-        self.bytes += key.len() + if let ChangeKind::Put { kv, .. } = &kind { kv.len() } else { 0 };
+        let pair_bytes = if let ChangeKind::Put { kv, .. } = &kind { kv.len() } else { 0 };
+        self.bytes += key.len() + pair_bytes;
+        self.total += key.len().max(pair_bytes) as i64 + ROW_BYTES;
         let prev = (prev > Revision(0)).then(|| Prev { row: RowId::new(prev, 0), kv: None });
         self.batch.push(Change { row, key, kind, prev, prev_lease: None });
     }

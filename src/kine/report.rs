@@ -6,6 +6,7 @@ use orlop_core::types::Revision;
 use orlop_sql::KineState;
 
 use super::{Added, Import, chain::Own};
+use crate::text::bytes;
 
 impl Own {
     pub(super) fn name(self) -> &'static str {
@@ -17,8 +18,8 @@ impl Own {
     }
 }
 
-/// Returns the report, one fact per line.
-pub(super) fn text(import: &Import, added: Added) -> String {
+/// Returns the report, one fact per line. `quota`: that of the command's settings.
+pub(super) fn text(import: &Import, added: Added, quota: Option<i64>) -> String {
     let Import { state, survey, bounds, .. } = import;
     let mut text = String::new();
     let mut line = |name: &str, fact: String| {
@@ -46,6 +47,9 @@ pub(super) fn text(import: &Import, added: Added) -> String {
             added.history
         ),
     );
+    for (name, fact) in size(added.bytes, quota) {
+        line(name, fact);
+    }
     let mut own: Vec<String> = survey.own_rows.iter().map(|(name, rows)| format!("{rows} {name}")).collect();
     own.sort();
     line("rows of kine", if own.is_empty() { "none".to_owned() } else { format!("{}; not keys", own.join(", ")) });
@@ -82,6 +86,17 @@ pub(super) fn text(import: &Import, added: Added) -> String {
         line("", format!("and {} more", findings.total() - findings.listed.len()));
     }
     text
+}
+
+/// Returns the size of the rows, and a warning if a server would refuse writes because of it. kine has no quota.
+fn size(used: i64, quota: Option<i64>) -> Vec<(&'static str, String)> {
+    let mut facts = vec![("size", format!("about {}", bytes(used)))];
+    if let Some(quota) = quota.filter(|quota| used > *quota) {
+        facts.push(("", format!("Warning: a server with the quota of this command's settings, {},", bytes(quota))));
+        facts.push(("", "refuses writes. Compact to the revision above before clients start, or give the".to_owned()));
+        facts.push(("", "server a larger quota-backend-bytes.".to_owned()));
+    }
+    facts
 }
 
 /// Returns why the revision is above kine's newest one; an empty text if it is not.

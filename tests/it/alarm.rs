@@ -158,6 +158,36 @@ async fn quota_raises_the_alarm_and_freed_space_clears_it(backend: Backend) {
     }
 }
 
+/// A client that puts a key before it compacts, as kube-apiserver does, cannot compact while the alarm is raised.
+async fn automatic_compaction_clears_the_alarm_that_history_has_raised(backend: Backend) {
+    let flags = ["--quota-backend-bytes", "4000000", "--auto-compaction-retention", "2s"];
+    let Some(server) = Server::orlop_with(backend, &flags).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    // Random values, so that the database cannot compress them.
+    let mut random = crate::support::Random::new(1);
+    let began = Instant::now();
+    let (value, refused) = loop {
+        let value: Vec<u8> = (0..400_000).map(|_| (random.below(256)) as u8).collect();
+        if let Err(refused) = client.kv.put(put("overwritten", value.clone())).await {
+            break (value, refused);
+        }
+        assert!(began.elapsed() < DEADLINE, "no put was refused");
+    };
+    assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, NO_SPACE));
+    let raised = eventually("the alarm", async || {
+        let log = server.log();
+        let raised = log.lines().find(|line| line.contains("alarm raised")).map(str::to_owned);
+        raised.ok_or(log)
+    })
+    .await;
+    assert!(raised.contains("in_use=") && raised.contains("quota=4000000"), "{raised}");
+    eventually("space for the refused value", async || {
+        client.clone().kv.put(put("overwritten", value.clone())).await.map(drop)
+    })
+    .await;
+    assert_eq!(alarm(&mut client, AlarmAction::Get, AlarmType::None).await, []);
+}
+
 /// The quota was lowered, or the database is a copy of a larger one.
 async fn store_above_the_quota_of_its_server_accepts_no_put(backend: Backend) {
     let Some(mut server) = server_with_a_megabyte(backend).await else { return };
@@ -371,6 +401,7 @@ on_both_backends!(
     alarm_refuses_the_same_requests_as_etcd,
     failed_probes_do_not_fill_the_log,
     quota_raises_the_alarm_and_freed_space_clears_it,
+    automatic_compaction_clears_the_alarm_that_history_has_raised,
     store_above_the_quota_of_its_server_accepts_no_put,
     command_on_a_database_has_no_quota,
 );

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use self::source::{Kind, Row, Schema, Source};
 use crate::support::{
-    Backend, Client, Server, Stream, all, eventually, everything, get, home, on_both_backends, prints,
+    Backend, Client, Server, Stream, all, eventually, everything, get, home, on_both_backends, orlop, prints, run,
 };
 
 /// Key, create revision, mod revision, version and value of a pair.
@@ -296,6 +296,24 @@ async fn every_form_of_address_is_accepted(backend: Backend) {
     let file = copy.path().join("state.db");
     let Some(mut imported) = Imported::from(backend, &file.display().to_string()).await else { return };
     assert_eq!(&imported.range(0).await.0[0].value[..], b"wal");
+}
+
+/// kine has no quota, and a server refuses writes while its store is above its quota.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn table_above_the_quota_is_imported_with_a_warning() {
+    let (first, second) = ("1".repeat(100_000), "2".repeat(100_000));
+    let rows = [Row::compaction(1, 0), Row::create(2, "/a", 0, &first), Row::update(3, "/a", 2, 2, &second)];
+    let source = Source::of(Kind::Sqlite, &rows).await.expect("SQLite is built in");
+    for (quota, is_above) in [("150000", true), ("250000", false)] {
+        let home = home();
+        let datastore = Backend::Sqlite.empty_database(home.path(), "imported.db").await.expect("SQLite is built in");
+        let mut import = orlop(["import", "kine", "--from", &source.url, "--datastore-endpoint", &datastore]);
+        let output = run(import.env("ORLOP_QUOTA_BACKEND_BYTES", quota));
+        let report = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{quota}: {report}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(report.contains("size               about 195.5 KiB"), "{quota}: {report}");
+        assert_eq!(report.contains("Warning: a server with the quota"), is_above, "{quota}: {report}");
+    }
 }
 
 on_both_backends!(

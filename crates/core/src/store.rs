@@ -75,6 +75,7 @@ pub use self::{
     replay::{ReadProgress, Replayed, replay},
     saved_index::Saving,
     shared::Identity,
+    space::{ROW_BYTES, quota_of},
     timing::SlowThresholds,
 };
 

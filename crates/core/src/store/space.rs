@@ -21,13 +21,23 @@ use crate::{
 };
 
 /// etcd's default quota in bytes.
-const QUOTA_DEFAULT: u64 = 2 << 30;
+const QUOTA_DEFAULT: i64 = 2 << 30;
 /// Free bytes of the database's disk below which puts are rejected. They leave space for the alarm, for deletes, and for what
 /// SQLite has only in its WAL. They do not always suffice: puts between two measurements, and the rows of many deletes, can
 /// take all of it. Deletes and compactions then go on while SQLite's WAL has allocated space.
 const DISK_FREE_MIN: u64 = 4 << 20;
 /// Approximate overhead of a row in bytes, in addition to its key and value.
-const ROW_BYTES: i64 = 100;
+pub const ROW_BYTES: i64 = 100;
+
+/// Returns the quota in bytes that a setting means, as etcd's `--quota-backend-bytes`: 0 is 2 GiB, and a negative value is
+/// no quota.
+pub fn quota_of(setting: i64) -> Option<i64> {
+    match setting {
+        0 => Some(QUOTA_DEFAULT),
+        quota if quota < 0 => None,
+        quota => Some(quota),
+    }
+}
 
 /// The used space, the quota and the alarms.
 pub(super) struct Space {
@@ -47,15 +57,10 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// Like etcd's `--quota-backend-bytes`: 0 is 2 GiB, a negative value is no quota.
+    /// `quota_bytes`: see [`quota_of`].
     pub(super) fn new(quota_bytes: i64) -> Self {
-        let quota = match quota_bytes {
-            0 => Some(QUOTA_DEFAULT.cast_signed()),
-            quota if quota < 0 => None,
-            quota => Some(quota),
-        };
         Self {
-            quota,
+            quota: quota_of(quota_bytes),
             used: AtomicI64::new(0),
             measure_requested: Notify::new(),
             has_rejected: AtomicBool::new(false),
@@ -119,7 +124,7 @@ impl Space {
     pub(super) fn apply(&self, change: AlarmChange) {
         self.update(|alarms| match change {
             AlarmChange::Raise { alarm, cause } => {
-                error!(alarm = alarm.kind.name(), member_id = format!("{:x}", alarm.member_id), "alarm raised");
+                self.log_raised(alarm);
                 alarms.insert(alarm, cause);
             }
             AlarmChange::Clear { alarm } => {
@@ -127,6 +132,18 @@ impl Space {
                 alarms.remove(&alarm);
             }
         });
+    }
+
+    /// Logs an alarm; NOSPACE with the used space, and the quota if there is one.
+    fn log_raised(&self, alarm: Alarm) {
+        let is_no_space = alarm.kind == AlarmKind::NoSpace;
+        error!(
+            alarm = alarm.kind.name(),
+            member_id = format!("{:x}", alarm.member_id),
+            in_use = is_no_space.then(|| self.used.load(Ordering::Relaxed)),
+            quota = self.quota.filter(|_| is_no_space),
+            "alarm raised"
+        );
     }
 
     /// Changes the alarms and the flags that the request path reads.
