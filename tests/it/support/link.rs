@@ -1,6 +1,7 @@
 //! A TCP proxy that simulates network failures for any protocol.
 
 use std::{
+    collections::BTreeSet,
     io,
     sync::{
         Arc,
@@ -47,7 +48,7 @@ struct Shared {
     /// Increases when all connections are to be reset.
     resets: watch::Sender<u64>,
     /// The newest connection to lose.
-    lost: watch::Sender<u16>,
+    lost: watch::Sender<BTreeSet<u16>>,
     open: AtomicUsize,
 }
 
@@ -59,7 +60,7 @@ impl Link {
             target: AtomicU16::new(port),
             network: watch::Sender::new(NetworkState::Normal),
             resets: watch::Sender::new(0),
-            lost: watch::Sender::new(0),
+            lost: watch::Sender::default(),
             open: AtomicUsize::new(0),
         });
         let accepting = Arc::clone(&shared);
@@ -99,7 +100,7 @@ impl Link {
     /// Delivers nothing more on one open connection and closes it on neither side. `port` is the client's as the server
     /// sees it.
     pub fn lose(&self, port: u16) {
-        self.shared.lost.send_replace(port);
+        self.shared.lost.send_if_modified(|lost| lost.insert(port));
     }
 
     /// Resets all open connections on both sides. Returns their number.
@@ -124,7 +125,7 @@ async fn carry(client: TcpStream, shared: &Shared) -> io::Result<()> {
     let port = server.local_addr()?.port();
     let is_lost = async {
         // It fails when the test ends.
-        let _ = lost.wait_for(|lost| *lost == port).await;
+        let _ = lost.wait_for(|lost| lost.contains(&port)).await;
     };
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
