@@ -338,6 +338,7 @@ impl Log for SqliteLog {
         .await;
         self.vacuum.finish().await;
         self.checkpointer.finish().await;
+        self.identity.release();
         if let Err(error) = self.record_lease_times(leases).await {
             warn!(%error, "cannot record the remaining times of leases; after the next start they have their full TTL");
         }
@@ -346,6 +347,12 @@ impl Log for SqliteLog {
 
     fn shared(&self) -> Option<&dyn SharedLog> {
         None
+    }
+}
+
+impl Drop for SqliteLog {
+    fn drop(&mut self) {
+        self.identity.release();
     }
 }
 

@@ -424,7 +424,7 @@ pub(super) async fn run(shared: Arc<Shared>, poll_interval: Duration, stop: watc
                 }
                 // A notification follows its commit, so this one is false: every role that may connect can send one.
                 Ok(()) if notified_head.is_some_and(|notified| notified > shared.index.read().head()) => {
-                    sleep(poll_interval).await;
+                    sleep(RETRY_PAUSE).await;
                 }
                 Ok(()) => {}
                 Err(error) => {

@@ -66,6 +66,20 @@ mod tests {
 
     use super::*;
 
+    /// For example of a compaction that the end of the server has cancelled.
+    #[tokio::test]
+    async fn log_is_closed_after_its_writer_has_failed() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.unwrap();
+        let writer = log.writer.lock().await.unwrap();
+        writer.run(|_| -> rusqlite::Result<()> { Err(rusqlite::Error::InvalidQuery) }).await.unwrap_err();
+        let lease = LoggedLease { id: LeaseId(7), ttl_secs: 60, left_secs: Some(5.0) };
+        timeout(Duration::from_secs(20), log.close(&[lease])).await.expect("the log is closed in time");
+        drop(log);
+        let log = SqliteLog::open(&folder.path().join("orlop.db")).await.unwrap();
+        assert_eq!(log.lease_times.get(&LeaseId(7)), Some(&5.0));
+    }
+
     #[tokio::test]
     async fn read_that_does_not_end_keeps_the_wal_and_not_the_process() {
         let folder = tempfile::tempdir().unwrap();

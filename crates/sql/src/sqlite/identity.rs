@@ -13,7 +13,10 @@ use std::{
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, Weak},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -47,8 +50,8 @@ pub(super) struct Identity {
     shm: Identified,
     /// Wakes the checkpointer when another task has found a loss.
     found: Notify,
-    /// If it no longer exists, the log was dropped, and its files may be removed.
-    lock: Weak<FileLock>,
+    /// Set when the log ends. SQLite then deletes the WAL with the last connection, and the files may be removed.
+    is_released: AtomicBool,
 }
 
 struct Identified {
@@ -116,7 +119,7 @@ impl Identity {
     /// # Errors
     ///
     /// If one of the files has no metadata.
-    pub(super) fn new(database: &Path, lock: &Arc<FileLock>) -> io::Result<Self> {
+    pub(super) fn new(database: &Path, lock: &FileLock) -> io::Result<Self> {
         let lock_id = Id::of(&lock.metadata()?);
         Ok(Self {
             database: Identified::new(database.to_owned(), REPLACED)?,
@@ -124,8 +127,13 @@ impl Identity {
             wal: Identified::new(with_suffix(database, "-wal"), DETACHED)?,
             shm: Identified::new(with_suffix(database, "-shm"), DETACHED)?,
             found: Notify::new(),
-            lock: Arc::downgrade(lock),
+            is_released: AtomicBool::new(false),
         })
+    }
+
+    /// From now on, nothing is lost any more.
+    pub(super) fn release(&self) {
+        self.is_released.store(true, Ordering::Relaxed);
     }
 
     /// Returns only if no file was replaced or removed; otherwise the checkpointer ends the process. Call it after a connection
@@ -177,8 +185,8 @@ impl Identity {
     fn loss(&self) -> Option<Loss> {
         let files = [&self.database, &self.lock_file, &self.wal, &self.shm];
         let loss = files.into_iter().find_map(Identified::loss);
-        // After the look at the files: they are removed later than the log was dropped.
-        loss.filter(|_| self.lock.strong_count() > 0)
+        // After the look at the files: they are removed later.
+        loss.filter(|_| !self.is_released.load(Ordering::Relaxed))
     }
 }
 
@@ -186,15 +194,15 @@ impl Identity {
 mod tests {
     use super::*;
 
-    /// Returns the identity of new files in a folder, with the lock.
-    fn identity(folder: &Path) -> (Identity, Arc<FileLock>) {
+    /// Returns the identity of new files in a folder.
+    fn identity(folder: &Path) -> Identity {
         let database = folder.join("orlop.db");
         fs::write(&database, "a database").expect("a file");
         for name in ["-wal", "-shm"] {
             fs::write(with_suffix(&database, name), name).expect("a file");
         }
-        let lock = Arc::new(FileLock::acquire(&database).expect("the lock is free"));
-        (Identity::new(&database, &lock).expect("there are four files"), lock)
+        let lock = FileLock::acquire(&database).expect("the lock is free");
+        Identity::new(&database, &lock).expect("there are four files")
     }
 
     type Change<'a> = (&'a dyn Fn(&Path), &'a str);
@@ -218,14 +226,13 @@ mod tests {
                 ("orlop.db-shm", DETACHED),
             ] {
                 let folder = tempfile::tempdir().expect("a folder");
-                let (identity, lock) = identity(folder.path());
+                let identity = identity(folder.path());
                 assert!(identity.loss().is_none());
                 let file = folder.path().join(name);
                 change(&file);
                 let found = identity.loss().map(|loss| (loss.file.to_string(), loss.meaning));
                 let expected = (!what.is_empty()).then(|| (format!("{} {what}", file.display()), meaning));
                 assert_eq!(found, expected, "{name}");
-                drop(lock);
             }
         }
     }
@@ -234,7 +241,7 @@ mod tests {
     fn only_the_own_wal_and_index_leave_their_names() {
         for is_wal_empty in [false, true] {
             let folder = tempfile::tempdir().expect("a folder");
-            let (identity, _lock) = identity(folder.path());
+            let identity = identity(folder.path());
             let wal = identity.wal.path.clone();
             // A server has them open, so that no other file gets their inodes.
             let _open = [&wal, &identity.shm.path].map(|file| fs::File::open(file).expect("it exists"));
@@ -258,12 +265,12 @@ mod tests {
     }
 
     #[test]
-    fn files_of_a_log_that_was_dropped_may_be_removed() {
+    fn files_of_a_log_that_has_ended_may_be_removed() {
         let folder = tempfile::tempdir().expect("a folder");
-        let (identity, lock) = identity(folder.path());
+        let identity = identity(folder.path());
         folder.close().expect("the folder can be removed");
         assert!(identity.loss().is_some());
-        drop(lock);
+        identity.release();
         assert!(identity.loss().is_none());
     }
 }
