@@ -47,16 +47,29 @@ def texts(binary: Path) -> dict[str, bytes]:
 
 
 def pages() -> dict[str, bytes]:
-    """Returns README.md, the pages that it links, and the documentation with its pictures, by their paths."""
-    linked = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")
+    """Returns README.md, the documentation with its pictures, and what these pages link, by their paths."""
+    linked = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "tests/data/README.md")
+    used = ("packaging/compose.yaml", "packaging/systemd/orlop.env")
     docs = [file for file in (ROOT / "docs").rglob("*") if file.suffix in (".md", ".png", ".svg")]
-    return {str(file.relative_to(ROOT)): file.read_bytes() for file in [*(ROOT / name for name in linked), *docs]}
+    # The files of monitoring are symbolic links into the chart, whose README links its other files.
+    folders = [ROOT / name for name in ("charts", "monitoring", "packaging/quickstart")]
+    whole = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    files = [*(ROOT / name for name in linked + used), *docs, *whole]
+    return {str(file.relative_to(ROOT)): file.read_bytes() for file in files}
 
 
 def missing_links(folder: Path) -> list[str]:
-    """Returns the links of README.md in a folder that lead to no file or directory."""
-    links = re.findall(r"\]\(([^)\s#]+)", (folder / "README.md").read_text())
-    return [link for link in links if "://" not in link and not (folder / link).exists()]
+    """Returns the links of the pages below a folder that lead to no file or directory, as `page: link`."""
+    links = [
+        (page, link)
+        for page in sorted(folder.rglob("*.md"))
+        for link in re.findall(r"\]\(([^)\s#]+)", page.read_text())
+    ]
+    return [
+        f"{page.relative_to(folder)}: {link}"
+        for page, link in links
+        if "://" not in link and not (page.parent / link).exists()
+    ]
 
 
 def tarball(folder: Path, version: str, arch: str, binary: Path, texts: dict[str, bytes]) -> Path:

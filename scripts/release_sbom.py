@@ -1,5 +1,6 @@
 """SBOM of a binary as CycloneDX 1.5 JSON: each crate in the binary with licence, checksum and dependencies, and the C
-libraries that crates contain. Build tools and procedural macros are left out, because they are not in the binary.
+libraries that crates contain, Rust's standard library and musl. Build tools and procedural macros are left out, because
+they are not in the binary.
 
 A script over `cargo metadata` instead of cargo-cyclonedx, because that does not list the C libraries, takes minutes to
 install, and writes the time and a random number.
@@ -54,7 +55,11 @@ def write(path: Path, version: str, target: str, binary: Path) -> None:
     for library, owner in bundled(packages.values()):
         components.append(library)
         next(entry for entry in dependencies if entry["ref"] == owner)["dependsOn"].append(library["bom-ref"])
-    components.append(standard_library())
+    # All crates use them, so only the root names them.
+    runtime = [standard_library(), musl(target)]
+    components += runtime
+    needed = next(entry for entry in dependencies if entry["ref"] == purl(packages[root]))["dependsOn"]
+    needed += [library["bom-ref"] for library in runtime]
     digest = hashlib.sha256(binary.read_bytes()).hexdigest()
     moment = datetime.datetime.fromtimestamp(release_files.epoch(), datetime.UTC)
     document = {
@@ -157,6 +162,18 @@ def licence(component: dict) -> str:
 
 
 def standard_library() -> dict:
-    """Returns Rust's standard library, which also contains musl."""
-    line = subprocess.run(["rustc", "--version"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    return generic("rust-std", line.split()[1], "MIT OR Apache-2.0")
+    return generic("rust-std", rustc("--version").split()[1], "MIT OR Apache-2.0")
+
+
+def musl(target: str) -> dict:
+    """Returns the C library of static binaries, which comes with Rust's standard library of the target."""
+    archive = Path(rustc("--print", "target-libdir", "--target", target)) / "self-contained/libc.a"
+    # musl stores its version as a string.
+    versions = set(re.findall(rb"\0(\d+\.\d+\.\d+)\0", archive.read_bytes())) if archive.is_file() else set()
+    if len(versions) != 1:
+        raise SystemExit(f"release: {archive} of `rustup target add {target}` does not contain one version of musl")
+    return generic("musl", versions.pop().decode(), "MIT")
+
+
+def rustc(*arguments: str) -> str:
+    return subprocess.run(["rustc", *arguments], check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
