@@ -6,9 +6,12 @@
 mod requests;
 mod text;
 
+use std::time::Duration;
+
 use orlop_client::{Client, MetricsPage, ServerFlags, describe, hint_at_user};
 use orlop_wire::proto::client::etcdserverpb::{StatusRequest, StatusResponse};
 use serde::Serialize;
+use tokio::time::timeout;
 
 use self::requests::{Durations, slowest};
 use crate::{
@@ -16,6 +19,8 @@ use crate::{
     output::{Format, json_line, print},
 };
 
+/// Maximum time for an answer, in which the server may wait for its database.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
 /// Number of methods whose durations are shown.
 const SLOWEST_COUNT: usize = 3;
 
@@ -58,16 +63,21 @@ pub async fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
     let endpoint = args.server.endpoint().to_string();
     let client = args.server.connect().await?;
     if args.ready {
-        let ready =
-            client.get("/readyz").await.map_err(|error| format!("{endpoint} is not ready: {}", error.message()))?;
+        let ready = within_limit(async { client.get("/readyz").await.map_err(|error| error.message().to_owned()) });
+        let ready = ready.await.map_err(|error| format!("{endpoint} is not ready: {error}"))?;
         return Ok(print(ready.as_bytes())?);
     }
-    let status = read(&client).await.map_err(|error| format!("cannot read the status of {endpoint}: {error}"))?;
+    let status = within_limit(read(&client)).await;
+    let status = status.map_err(|error| format!("cannot read the status of {endpoint}: {error}"))?;
     let text = match args.write_out {
         Format::Simple => text::simple(&status, orlop_core::clock::now()),
         Format::Json => json_line(&serde_json::to_string(&status)?),
     };
     Ok(print(text.as_bytes())?)
+}
+
+async fn within_limit<T>(answer: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    timeout(ANSWER_MAX, answer).await.unwrap_or_else(|_| Err(format!("no answer within {} s", ANSWER_MAX.as_secs())))
 }
 
 async fn read(client: &Client) -> Result<Status, String> {

@@ -6,9 +6,10 @@ use std::{
     net::{Ipv6Addr, SocketAddr},
     os::unix::fs::PermissionsExt as _,
     path::Path,
+    time::Duration,
 };
 
-use rustix::net::sockopt::set_ipv6_v6only;
+use rustix::net::sockopt::{set_ipv6_v6only, set_socket_keepalive, set_tcp_keepidle, set_tcp_keepintvl};
 use tokio::net::{TcpListener, TcpSocket, UnixListener, UnixSocket};
 
 use crate::config::FileMode;
@@ -16,6 +17,9 @@ use crate::config::FileMode;
 /// Maximum number of clients that wait to be accepted; the kernel lowers it to `net.core.somaxconn`. Further ones wait for a
 /// second on TCP, and are refused on a unix socket.
 const BACKLOG: u32 = 4_096;
+/// Pause between the probes of a silent connection, as in etcd. They end the connections of clients that have vanished, and
+/// load balancers and firewalls do not forget the others. HTTP/2 has pings, but HTTP/1 has none.
+const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Binds a TCP address. Returns the socket, and the address with its actual port. The host remains as configured, so
 /// that the advertised name matches certificates.
@@ -44,6 +48,10 @@ fn listen_on_all(port: u16) -> io::Result<TcpListener> {
 fn listen(socket: TcpSocket, address: SocketAddr) -> io::Result<TcpListener> {
     // Otherwise a restarted server could not bind while connections of the last one are in TIME_WAIT.
     socket.set_reuseaddr(true)?;
+    // Accepted sockets inherit these.
+    set_socket_keepalive(&socket, true)?;
+    set_tcp_keepidle(&socket, TCP_KEEPALIVE)?;
+    set_tcp_keepintvl(&socket, TCP_KEEPALIVE)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
 }
@@ -63,12 +71,12 @@ pub(super) fn bind_unix(path: &Path, mode: FileMode) -> io::Result<UnixListener>
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
+    use rustix::net::sockopt;
     use tokio::{
         net::{TcpStream, UnixStream},
         time::timeout,
     };
+    use tokio_util::either::Either;
 
     use super::*;
     use crate::net::Socket;
@@ -96,9 +104,15 @@ mod tests {
             let socket = Socket::Tcp(socket);
             for host in ["127.0.0.1", "::1"].into_iter().take(if has_ipv6 { 2 } else { 1 }) {
                 let _client = TcpStream::connect((host, port)).await.expect("a connection");
-                let (_stream, remote) = socket.accept().await.expect("a client");
+                let (stream, remote) = socket.accept().await.expect("a client");
                 let remote: SocketAddr = remote.parse().expect("an address");
                 assert_eq!(remote.ip().to_string(), host, "a client of {address}");
+                let Either::Left(stream) = stream else { panic!("a TCP stream") };
+                assert!(
+                    sockopt::socket_keepalive(&stream).expect("an option"),
+                    "the kernel ends it if {host} vanishes"
+                );
+                assert_eq!(sockopt::tcp_keepidle(&stream).expect("an option"), TCP_KEEPALIVE);
             }
         }
     }

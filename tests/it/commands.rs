@@ -123,6 +123,15 @@ async fn commands_that_need_a_user_say_how_to_log_in(backend: Backend) {
     assert!(top(&as_user).contains("revision "));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn status_does_not_wait_for_ever() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is always there");
+    server.pause();
+    for arguments in [&["status"][..], &["status", "--ready"]] {
+        check_fails(&[arguments, &["--endpoints", server.endpoint()]].concat(), "no answer within 10 s");
+    }
+}
+
 #[test]
 fn version_names_orlop_and_etcd() {
     let text = prints(&["version"]);
