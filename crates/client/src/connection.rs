@@ -35,7 +35,7 @@ use tonic::{Code, Status, body::Body};
 use tower_service::Service;
 
 use crate::{
-    Error, MetricsPage, describe,
+    Error, MetricsPage, describe, dial,
     endpoint::{Address, Endpoint, Target},
     mismatch::{Tls, explained, needs_tls},
 };
@@ -82,7 +82,7 @@ impl Client {
         let tls = target.tls.as_ref().filter(|_| endpoint.has_tls);
         let (stream, authority) = match &endpoint.address {
             Address::Tcp(authority) => {
-                let stream = TcpStream::connect(authority).await?;
+                let stream = dial::connect(authority).await?;
                 stream.set_nodelay(true)?;
                 (Either::Left(stream), authority.as_str())
             }
@@ -255,7 +255,7 @@ impl Client {
 /// Sends an HTTP/1 GET request over a new connection; returns the body of the response.
 async fn get_over_http1(authority: &str, path: &'static str) -> Result<String, Status> {
     let exchange = async {
-        let stream = TcpStream::connect(authority).await?;
+        let stream = dial::connect(authority).await?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
         let driver = AbortOnDropHandle::new(tokio::spawn(connection));
         let request = Request::get(path).header(http::header::HOST, authority).body(Body::empty());

@@ -4,6 +4,7 @@
 //! There is no reconnect: a lost connection is an error of the command.
 
 mod connection;
+mod dial;
 mod endpoint;
 mod metrics;
 mod mismatch;
