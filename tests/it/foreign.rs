@@ -218,8 +218,8 @@ pub fn has_pooler() -> bool {
     is_installed
 }
 
-/// Starts pgbouncer with a pool mode before the server on a port. Returns the process and the endpoint that connects
-/// through it.
+/// Starts pgbouncer with a pool mode, which further lines with settings may follow, before the server on a port. Returns the
+/// process and the endpoint that connects through it.
 pub async fn pooler(home: &Path, server_port: u16, endpoint: &str, mode: &str) -> (Started, String) {
     let port = crate::support::free_port();
     let name = database_name(endpoint);
@@ -250,7 +250,12 @@ async fn pooler_is_refused_in_transaction_mode_and_serves_in_session_mode() {
         return;
     }
     let endpoint = postgres.create_database();
-    for mode in ["transaction", "statement"] {
+    for mode in [
+        "transaction",
+        "statement",
+        "transaction\nserver_reset_query_always = 1",
+        "transaction\nserver_reset_query_always = 1\nserver_round_robin = 1\nmin_pool_size = 3",
+    ] {
         let home = tempfile::tempdir().expect("a folder");
         let (_pooler, pooled) = pooler(home.path(), postgres.port(), &endpoint, mode).await;
         let text = refusal(home.path(), &["--datastore-endpoint", &pooled]);

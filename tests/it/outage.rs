@@ -337,6 +337,25 @@ async fn server_that_hides_its_timeline_is_served() {
     }
 }
 
+/// Such as Amazon Aurora without logical replication. The server logs each error.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_that_fails_to_report_its_timeline_is_served_and_asked_once() {
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database();
+    let database = database_name(&datastore);
+    let fail = format!(
+        "SET allow_system_table_mods = on; \
+         ALTER FUNCTION pg_catalog.pg_current_wal_lsn() RENAME TO pg_current_wal_lsn_of_postgres; \
+         CREATE FUNCTION pg_catalog.pg_current_wal_lsn() RETURNS pg_lsn LANGUAGE plpgsql AS $$ \
+             BEGIN RAISE 'no WAL of {database} is reported' USING ERRCODE = '55000'; END $$"
+    );
+    postgres.psql(database, &fail);
+    let server = Server::orlop_on(&datastore, &[]).await;
+    assert_eq!(Client::connect(server.endpoint()).await.put("k", "value").await, 2);
+    let log = postgres.log();
+    assert_eq!(log.matches(&format!("no WAL of {database} is reported")).count(), 1, "{log}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn server_that_stops_reporting_its_timeline_is_still_used() {
     let Some(postgres) = Postgres::shared().await else { return };

@@ -334,6 +334,27 @@ async fn clients_that_ask_for_the_status_share_a_connection() {
     assert!(calls.join_all().await.iter().all(Result::is_ok));
 }
 
+/// A managed service may grant rights on all new tables to its roles.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn roles_with_rights_on_the_tables_are_named() {
+    const WARNING: &str = "other roles have rights on the tables of Orlop";
+    let Some(postgres) = Postgres::shared().await else { return };
+    let endpoint = postgres.create_database();
+    let name = database_name(&endpoint);
+    let reader = format!("{name}_reader");
+    let grant = format!(
+        "CREATE ROLE {reader}; \
+         ALTER DEFAULT PRIVILEGES FOR ROLE {name} IN SCHEMA {name} GRANT SELECT ON TABLES TO {reader}"
+    );
+    postgres.psql(name, &grant);
+    let server = Server::orlop_on(&endpoint, &[]).await;
+    let log = server.log();
+    assert!(log.contains(WARNING) && log.contains(&format!("{reader} (select)")), "{log}");
+    postgres.psql(name, &format!("REVOKE ALL ON ALL TABLES IN SCHEMA {name} FROM {reader}"));
+    let server = restarted(server, async {}).await;
+    assert_eq!(server.log().matches(WARNING).count(), 1, "{}", server.log());
+}
+
 /// Such as `sqlite3` in a transaction. The write has not begun, so it is repeated.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn write_waits_for_another_process_on_sqlite() {

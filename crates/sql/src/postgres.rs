@@ -11,6 +11,7 @@
 
 mod append;
 mod archive;
+mod connect_error;
 mod connection;
 mod dedicated;
 mod hosts;

@@ -1,22 +1,17 @@
 //! Connections: opening, session settings, timeouts, retries and error texts.
 
-use std::{
-    convert::Infallible,
-    future::Future,
-    hash::{BuildHasher as _, RandomState},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashSet, convert::Infallible, future::Future, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
-use sqlx::{AssertSqlSafe, Connection as _, PgConnection, Row as _, migrate::MigrateError};
+use sqlx::{Connection as _, PgConnection, Row as _, migrate::MigrateError};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::warn;
 
 use super::{
+    connect_error::{is_final, lacks_resources},
     pool::{Pool, Pooled},
-    primary::{Found, Generation, Primary, is_final, lacks_resources},
-    schema::{Older, check_settings, quoted, refuse_other_tables},
+    primary::{Found, Generation, Primary},
+    schema::{Older, check_settings, quoted, refuse_other_tables, warn_of_rights},
 };
 use crate::{
     Durability,
@@ -235,19 +230,21 @@ impl Database {
     /// Refuses a connection pooler that gives one session of the server to several clients in turn. Session settings,
     /// prepared statements and notifications do not work through it.
     ///
-    /// Such a pooler usually gives the session that was used last to the next client. The check changes a setting on
-    /// one connection and fails if another connection sees the change.
+    /// Such a pooler gives the session that was used last to the next client, or uses its sessions in turn. The check fails
+    /// if two connections have the same session, or one has several. It asks repeatedly, because a pooler that resets a session
+    /// after each use has another one ready now and then.
     async fn refuse_shared_sessions(&self, connection: &mut PgConnection, deadline: Instant) -> Result<()> {
-        let failed = |error| self.open_error("read", &error);
-        let mark = RandomState::new().hash_one(0).to_string();
-        // A simple query, because such a pooler may not support prepared statements.
-        let set = format!("SELECT set_config('orlop.session', '{mark}', false)");
-        with_timeout(sqlx::raw_sql(AssertSqlSafe(set)).execute(&mut *connection)).await.map_err(failed)?;
         let mut other = self.find_before(deadline).await?.connection;
-        let seen = sqlx::raw_sql("SELECT current_setting('orlop.session', true)").fetch_one(&mut other);
-        let row = with_timeout(seen).await;
-        let seen: Option<String> = row.and_then(|row| row.try_get(0)).map_err(failed)?;
-        if seen.as_deref() == Some(&mark) {
+        let (mut own, mut others) = (HashSet::new(), HashSet::new());
+        for _ in 0..3 {
+            for (sessions, connection) in [(&mut own, &mut *connection), (&mut others, &mut other)] {
+                for _ in 0..2 {
+                    let pid = session(&mut *connection).await;
+                    sessions.insert(pid.map_err(|error| self.open_error("read", &error))?);
+                }
+            }
+        }
+        if own.len() > 1 || others.len() > 1 || own == others {
             return Err(Error::Open(format!(
                 "database {} is behind a connection pooler in transaction mode, but Orlop needs sessions of its own: \
                  set pool_mode = session for this database in PgBouncer, or connect to Postgres directly",
@@ -265,7 +262,7 @@ impl Database {
         let owner = check_settings(self, connection).await?;
         // If it cannot be read, the migration fails with the remedy.
         let older = Older::read(self, connection).await.unwrap_or_default();
-        let migrated = migrations::postgres().run(connection).await;
+        let migrated = migrations::postgres().run(&mut *connection).await;
         migrated.map_err(|error| {
             let refusal = if let MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) = &error {
                 sqlstate(error)
@@ -297,7 +294,7 @@ impl Database {
         if let Some(older) = older {
             older.log_migration(self);
         }
-        Ok(())
+        warn_of_rights(self, connection).await
     }
 
     /// Runs `work`, which uses a connection of the generation. Fails if another server has become the primary: the former
@@ -342,6 +339,13 @@ async fn set_up(connection: &mut PgConnection, durability: Durability) -> sqlx::
         sqlx::raw_sql("SET synchronous_commit = off").execute(connection).await?;
     }
     Ok(())
+}
+
+/// Returns the process of the server that serves a connection at this moment. The query is a simple one, because a pooler
+/// may not support prepared statements.
+async fn session(connection: &mut PgConnection) -> sqlx::Result<i32> {
+    let row = with_timeout(sqlx::raw_sql("SELECT pg_backend_pid()").fetch_one(connection)).await;
+    row.and_then(|row| row.try_get(0))
 }
 
 /// Returns whether the server or sqlx refused the statement, or a row is damaged, so that retrying it does not help. It

@@ -14,6 +14,7 @@
 //! Each attempt resolves names and reads files of passwords and certificates anew.
 
 use std::{
+    collections::HashSet,
     fmt,
     hash::{BuildHasher as _, RandomState},
     io,
@@ -31,7 +32,8 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    connection::{is_refusal, sqlstate, timed_out},
+    connect_error::{NoPrimary, is_final, lacks_resources},
+    connection::{sqlstate, timed_out},
     hosts::{Environment, Host, HostOrder, Hosts},
     passfile,
     tls_files::explained,
@@ -49,13 +51,14 @@ const IDENTITY: &str = "SELECT pg_is_in_recovery()::text, current_setting('trans
     (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text, \
     (SELECT system_identifier::text FROM pg_control_system()), \
     CASE WHEN NOT pg_is_in_recovery() THEN left(pg_walfile_name(pg_current_wal_lsn()), 8) END";
-/// The same for a server that does not permit the last two columns.
+/// The same for a server that does not permit the last two columns, or fails to compute them: without logical replication,
+/// Amazon Aurora has no WAL to report.
 const IDENTITY_WITHOUT_TIMELINE: &str = "SELECT pg_is_in_recovery()::text, current_setting('transaction_read_only'), \
     (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint::text, NULL::text, NULL::text";
 
 /// A number that increases at each promotion; 0 if the server does not report it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-struct Timeline(u32);
+pub(super) struct Timeline(u32);
 
 /// Counts the servers that were found to be the primary one after the other; a server that was restarted counts again.
 /// A connection of a lower generation than the newest leads to a former primary.
@@ -98,6 +101,8 @@ struct Known {
     /// The highest timeline seen.
     highest: Timeline,
     system: Option<String>,
+    /// The hosts whose servers do not report their timelines. They would log an error for each connection.
+    without_timeline: HashSet<usize>,
     /// The last refusal that was logged; a repeated one is not.
     refusal: String,
 }
@@ -253,7 +258,7 @@ impl Primary {
         if known.last.is_none() && self.hosts() > 1 && timeline == Timeline::default() {
             warn!(
                 host = name,
-                "the role may not call pg_control_system and pg_walfile_name: a former primary cannot be recognized"
+                "the server does not report its system identifier and timeline: a former primary cannot be recognized"
             );
         }
         let current = Last { host, run, timeline };
@@ -278,8 +283,11 @@ impl Primary {
     async fn ask(&self, host: usize) -> sqlx::Result<Candidate> {
         let options = self.with_password(host, self.parse(host)?)?;
         let mut connection = self.open(&options).await?;
-        let row = match sqlx::raw_sql(IDENTITY).fetch_one(&mut connection).await {
-            Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000")) => {
+        let hides_timeline = self.known.lock().without_timeline.contains(&host);
+        let identity = if hides_timeline { IDENTITY_WITHOUT_TIMELINE } else { IDENTITY };
+        let row = match sqlx::raw_sql(identity).fetch_one(&mut connection).await {
+            Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000" | "55000")) => {
+                self.known.lock().without_timeline.insert(host);
                 sqlx::raw_sql(IDENTITY_WITHOUT_TIMELINE).fetch_one(&mut connection).await?
             }
             row => row?,
@@ -382,7 +390,7 @@ fn refusal(known: (&Option<String>, Timeline), server: (&Option<String>, Timelin
 
 /// The reason why a server that answers is not used.
 #[derive(Debug, PartialEq, Eq)]
-enum Refusal {
+pub(super) enum Refusal {
     Standby,
     ReadOnly,
     /// The expected identifier and the server's.
@@ -417,37 +425,6 @@ impl fmt::Display for Refusal {
 }
 
 impl std::error::Error for Refusal {}
-
-/// The errors of several hosts.
-#[derive(Debug)]
-struct NoPrimary {
-    text: String,
-    /// Whether one of the hosts had no resources for a connection.
-    lacks_resources: bool,
-}
-
-impl fmt::Display for NoPrimary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
-}
-
-impl std::error::Error for NoPrimary {}
-
-/// Returns whether the server refused a connection for a reason other than its current role, which may change.
-pub(super) fn is_final(error: &sqlx::Error) -> bool {
-    let is_of_role = matches!(error, sqlx::Error::Configuration(error) if error.is::<Refusal>());
-    is_refusal(error) && !is_of_role
-}
-
-/// Returns whether the server has no resources for a further connection, in most cases because of a limit on their number.
-pub(super) fn lacks_resources(error: &sqlx::Error) -> bool {
-    if let sqlx::Error::Io(error) = error {
-        let of_hosts = error.get_ref().and_then(|error| error.downcast_ref::<NoPrimary>());
-        return of_hosts.is_some_and(|of_hosts| of_hosts.lacks_resources);
-    }
-    sqlstate(error).is_some_and(|code| code.starts_with("53"))
-}
 
 #[cfg(test)]
 mod tests {

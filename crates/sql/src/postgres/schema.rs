@@ -153,6 +153,29 @@ pub(super) async fn check_settings(
     Ok(owner)
 }
 
+/// Logs which other roles have rights on the tables. A managed service may grant them to all of its roles by default.
+pub(super) async fn warn_of_rights(database: &Database, connection: &mut PgConnection) -> Result<()> {
+    const RIGHTS: &str = "SELECT format('%s (%s)', \
+            CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE pg_get_userbyid(a.grantee) END, \
+            lower(string_agg(DISTINCT a.privilege_type, ', '))) \
+        FROM pg_class c, aclexplode(c.relacl) a \
+        WHERE c.oid IN ('kv_log'::regclass, 'auth_token_key'::regclass) AND a.grantee <> c.relowner \
+            AND a.grantee <> (SELECT oid FROM pg_roles WHERE rolname = current_user) \
+        GROUP BY a.grantee ORDER BY 1";
+    let roles = with_timeout(sqlx::query_scalar(RIGHTS).fetch_all(connection)).await;
+    let roles: Vec<String> = roles.map_err(|error| database.open_error("read", &error))?;
+    if !roles.is_empty() {
+        warn!(
+            database = database.name(),
+            roles = roles.join(", "),
+            "other roles have rights on the tables of Orlop: they can read or change keys without a user of Orlop, and \
+             whoever reads the table auth_token_key can act as any user; revoke what was not granted on purpose, for \
+             example by default privileges of the schema"
+        );
+    }
+    Ok(())
+}
+
 /// Returns the name of a version, given as `server_version_num`, if Orlop does not support it.
 fn unsupported(version: i32) -> Option<String> {
     let (major, minor) = (version / 10_000, version / 100 % 100);
