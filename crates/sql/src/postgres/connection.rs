@@ -294,7 +294,8 @@ impl Database {
         if let Some(older) = older {
             older.log_migration(self);
         }
-        warn_of_rights(self, connection).await
+        warn_of_rights(self, connection).await;
+        Ok(())
     }
 
     /// Runs `work`, which uses a connection of the generation. Fails if another server has become the primary: the former

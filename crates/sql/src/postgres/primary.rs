@@ -287,7 +287,10 @@ impl Primary {
         let identity = if hides_timeline { IDENTITY_WITHOUT_TIMELINE } else { IDENTITY };
         let row = match sqlx::raw_sql(identity).fetch_one(&mut connection).await {
             Err(error) if matches!(sqlstate(&error).as_deref(), Some("42501" | "42883" | "0A000" | "55000")) => {
-                self.known.lock().without_timeline.insert(host);
+                // A right may be granted later.
+                if sqlstate(&error).as_deref() != Some("42501") {
+                    self.known.lock().without_timeline.insert(host);
+                }
                 sqlx::raw_sql(IDENTITY_WITHOUT_TIMELINE).fetch_one(&mut connection).await?
             }
             row => row?,

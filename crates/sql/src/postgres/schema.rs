@@ -153,17 +153,18 @@ pub(super) async fn check_settings(
     Ok(owner)
 }
 
-/// Logs which other roles have rights on the tables. A managed service may grant them to all of its roles by default.
-pub(super) async fn warn_of_rights(database: &Database, connection: &mut PgConnection) -> Result<()> {
+/// Logs which other roles have rights on the tables. A managed service may grant them to all of its roles by default. If they
+/// cannot be read, nothing is logged.
+pub(super) async fn warn_of_rights(database: &Database, connection: &mut PgConnection) {
     const RIGHTS: &str = "SELECT format('%s (%s)', \
             CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE pg_get_userbyid(a.grantee) END, \
             lower(string_agg(DISTINCT a.privilege_type, ', '))) \
         FROM pg_class c, aclexplode(c.relacl) a \
         WHERE c.oid IN ('kv_log'::regclass, 'auth_token_key'::regclass) AND a.grantee <> c.relowner \
-            AND a.grantee <> (SELECT oid FROM pg_roles WHERE rolname = current_user) \
+            AND pg_get_userbyid(a.grantee) <> current_user \
         GROUP BY a.grantee ORDER BY 1";
     let roles = with_timeout(sqlx::query_scalar(RIGHTS).fetch_all(connection)).await;
-    let roles: Vec<String> = roles.map_err(|error| database.open_error("read", &error))?;
+    let roles: Vec<String> = roles.unwrap_or_default();
     if !roles.is_empty() {
         warn!(
             database = database.name(),
@@ -173,7 +174,6 @@ pub(super) async fn warn_of_rights(database: &Database, connection: &mut PgConne
              example by default privileges of the schema"
         );
     }
-    Ok(())
 }
 
 /// Returns the name of a version, given as `server_version_num`, if Orlop does not support it.
