@@ -52,12 +52,14 @@ impl Patroni {
         let [home, programs] = [folder.path(), &programs].map(|path: &Path| path.display().to_string());
         let etcd = scope.etcd.strip_prefix("http://").expect("an http endpoint");
         let Scope { login, dcs, .. } = scope;
+        // An asynchronous standby that was ahead of the new primary would never follow it, and in strict mode no commit end.
         let configuration = format!(
             "scope: demo\nname: {name}\n\
              restapi: {{listen: '127.0.0.1:{port}', connect_address: '127.0.0.1:{port}'}}\n\
              etcd3: {{hosts: '{etcd}'{login}}}\n\
              bootstrap:\n  dcs: {{ttl: 20, loop_wait: 1, retry_timeout: 5{dcs}}}\n\
-             postgresql:\n  listen: 127.0.0.1:{postgres_port}\n  connect_address: 127.0.0.1:{postgres_port}\n  \
+             postgresql:\n  remove_data_directory_on_diverged_timelines: true\n  \
+             listen: 127.0.0.1:{postgres_port}\n  connect_address: 127.0.0.1:{postgres_port}\n  \
              data_dir: {home}/data\n  pgpass: {home}/pgpass\n  bin_dir: {programs}\n  authentication:\n    \
              superuser: {{username: postgres, password: x}}\n    replication: {{username: rep, password: x}}\n  \
              parameters: {{unix_socket_directories: {home}, dynamic_shared_memory_type: mmap}}\n  basebackup: {{checkpoint: fast}}\n"
