@@ -68,6 +68,8 @@ pub struct Settings {
     pub console_listen_url: Urls,
     /// Names under which browsers may request the page, in addition to its addresses.
     pub console_allowed_hosts: List<HostName>,
+    /// File with the password of the page where the server has no users. Empty: none, and the page only reads.
+    pub console_password_file: PathBuf,
     /// Origins whose pages may read responses of HTTP. Empty: all.
     pub cors: List<Origin>,
     /// Hosts of requests of HTTP without TLS. Empty or with `*`: all.
@@ -167,6 +169,7 @@ impl Default for Settings {
             unix_socket_mode: FileMode(0o600),
             console_listen_url: List::default(),
             console_allowed_hosts: List::default(),
+            console_password_file: PathBuf::new(),
             cors: List::default(),
             host_whitelist: List::default(),
             advertise_client_urls: List::default(),

@@ -6,8 +6,8 @@
 //!
 //! - [`command`]: `orlop console`; [`server`]: the state and the routes; [`embedded`]: the page in the server
 //! - [`guard`]: checks of `Host` and `Origin`, and the headers of responses; [`session`]: log in, cookies, tokens against
-//!   cross-site requests; [`limits`]: how many forms, log-ins and large pages there are at the same
-//!   time
+//!   cross-site requests; [`password`]: the page's own password; [`limits`]: how many forms, log-ins and large pages
+//!   there are at the same time
 //! - [`backend`]: what the pages need from a server; [`figures`]: rates while somebody looks; [`events`]: a watch as
 //!   Server-Sent Events
 //! - [`query`]: keys, which are any bytes, in URLs; [`treemap`], [`chart`]: SVG
@@ -27,6 +27,7 @@ mod figures;
 mod guard;
 mod limits;
 mod pages;
+mod password;
 mod query;
 mod server;
 mod session;

@@ -90,6 +90,11 @@ pub struct Flags {
     #[arg(help_heading = ADDRESSES, long, value_name = "HOSTS")]
     console_allowed_hosts: Option<List<HostName>>,
 
+    /// File with the password of the web page, with which visitors log in if Auth is disabled; without it, the page then
+    /// only reads
+    #[arg(help_heading = ADDRESSES, long, value_name = "FILE")]
+    console_password_file: Option<PathBuf>,
+
     /// Origins whose pages may read responses of HTTP, separated by commas, such as http://HOST:PORT [default: *, all]
     #[arg(help_heading = ADDRESSES, long, value_name = "ORIGINS")]
     cors: Option<List<Origin>>,

@@ -34,6 +34,11 @@ pub struct Args {
     #[arg(long, default_value = "", value_name = "HOSTS", hide_default_value = true)]
     console_allowed_hosts: List<HostName>,
 
+    /// File with the password of the page, with which visitors log in where the server has no users; without it, such a
+    /// page only reads
+    #[arg(long, value_name = "FILE")]
+    console_password_file: Option<PathBuf>,
+
     /// Certificate of the page for https, PEM
     #[arg(long, requires = "key_file", value_name = "FILE")]
     cert_file: Option<PathBuf>,
@@ -81,7 +86,9 @@ pub async fn run(args: Args, shutdown: impl Future<Output = ()>) -> Result<(), B
     let listen = listener.urls.first().unwrap_or(&args.listen_url).clone();
     let (stop, stopping) = watch::channel(false);
     let hosts = args.console_allowed_hosts.0.clone();
-    let console = Console::new(Place::Remote(Box::new(args.server)), &listen, &hosts, stopping.clone())?;
+    let password_file = args.console_password_file.unwrap_or_default();
+    let place = Place::Remote(Box::new(args.server));
+    let console = Console::new(place, &listen, &hosts, &password_file, stopping.clone())?;
     let (steps, grant_steps) = Steps::new();
     vital("the step scheduler", grant_steps);
     let settings = net::Settings {

@@ -3,7 +3,7 @@
 //! The server connects to itself through a pipe in memory, without TLS and addresses, so that it needs no certificate of
 //! its own. Such a connection has no client certificate: a user is known only by a token.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use hyper::server::conn::http2;
 use hyper_util::{
@@ -34,6 +34,8 @@ pub struct Page<'a> {
     /// An address of the server, which the page shows as its name.
     pub about: Option<ListenUrl>,
     pub allowed_hosts: &'a [HostName],
+    /// Empty: the page has no password.
+    pub password_file: &'a Path,
 }
 
 impl Page<'_> {
@@ -41,7 +43,7 @@ impl Page<'_> {
     ///
     /// # Errors
     ///
-    /// If there are no random numbers.
+    /// If there are no random numbers, or the file with the password cannot be used.
     pub fn serve(
         &self,
         listeners: Vec<Listener>,
@@ -57,7 +59,8 @@ impl Page<'_> {
         };
         for listener in listeners {
             let Some(listen) = listener.urls.first().cloned() else { continue };
-            let console = Console::new(self.place(), &listen, self.allowed_hosts, stopping.clone())?;
+            let console =
+                Console::new(self.place(), &listen, self.allowed_hosts, self.password_file, stopping.clone())?;
             announce(&listen);
             let service = TowerToHyperService::new(routes(console));
             servers.spawn(listener.serve(service, settings.clone(), stopping.clone()));

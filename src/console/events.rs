@@ -40,7 +40,7 @@ use super::{
     pages,
     query::Query,
     server::Console,
-    session::{Access, Visitor},
+    session::{Access, Visitor, Who},
 };
 
 /// Maximum number of rows per message.
@@ -80,7 +80,7 @@ struct Events {
     console: Console,
     /// The request's, to check its session again.
     headers: HeaderMap,
-    user: Option<String>,
+    who: Who,
     prefix: Vec<u8>,
     watched: Arc<Watched>,
     next_message: Instant,
@@ -132,7 +132,7 @@ async fn begin(console: Console, headers: HeaderMap, visitor: Visitor, query: &Q
     Ok(Events {
         console,
         headers,
-        user: visitor.user,
+        who: visitor.who,
         prefix,
         watched,
         next_message: now,
@@ -282,11 +282,11 @@ impl Events {
         self.watched.unread.lock().take()
     }
 
-    /// Returns whether the session still exists, or authentication is still disabled, and the user may still read what is
+    /// Returns whether the session still exists, or visitors still need not log in, and the user may still read what is
     /// watched. Ends the session if the server refuses its token.
     async fn is_permitted(&self) -> bool {
         let Ok(visitor) = self.console.visitor(&self.headers, Access::Check).await else { return false };
-        if visitor.user != self.user {
+        if visitor.who != self.who {
             return false;
         }
         // Servers check the rights of a watch only when it begins, so another one is opened. A read of the range would

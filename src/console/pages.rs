@@ -24,7 +24,7 @@ use super::{
     limits::LargePage,
     query::{Query, base64},
     server::Console,
-    session::{FormToken, Visitor},
+    session::{FormToken, Visitor, Who},
 };
 use crate::text::{self, shown_key, shown_time};
 
@@ -101,8 +101,8 @@ impl Visit {
     }
 
     pub fn page_with(self, status: StatusCode, tab: Tab, title: &str, content: Markup) -> Response {
-        let Visitor { user, form, .. } = self.visitor;
-        let frame = Frame { tab: Some(tab), title, endpoint: &self.console.backend.endpoint(), user: user.as_deref() };
+        let Visitor { who, form, .. } = self.visitor;
+        let frame = Frame { tab: Some(tab), title, endpoint: &self.console.backend.endpoint(), who: &who };
         frame.respond(status, form, content, self.large)
     }
 
@@ -148,7 +148,7 @@ struct Frame<'a> {
     tab: Option<Tab>,
     title: &'a str,
     endpoint: &'a str,
-    user: Option<&'a str>,
+    who: &'a Who,
 }
 
 impl Frame<'_> {
@@ -184,10 +184,10 @@ impl Frame<'_> {
                             }
                         }
                         span.endpoint { (self.endpoint) }
-                        @if let Some(user) = self.user {
+                        @if *self.who != Who::Anyone {
                             form method="post" action="/logout" {
                                 input type="hidden" name="token" value=(token);
-                                span.muted { (escaped(user)) }
+                                @if let Who::User(name) = self.who { span.muted { (escaped(name)) } }
                                 button type="submit" { "Log out" }
                             }
                         }
@@ -258,7 +258,7 @@ pub(super) fn failed(console: &Console, parts: &Parts, failure: &Failure) -> Res
     if parts.uri.path().ends_with(FRAGMENT) {
         return failure.fragment();
     }
-    let frame = Frame { tab: None, title: "Failed", endpoint: &console.backend.endpoint(), user: None };
+    let frame = Frame { tab: None, title: "Failed", endpoint: &console.backend.endpoint(), who: &Who::Anyone };
     frame.respond(failure.status(), console.sessions.form_token(&parts.headers), failure.markup(), None)
 }
 
@@ -270,7 +270,7 @@ pub(super) fn plain(failure: &Failure) -> Response {
 
 /// Responds to a request for an unknown path.
 pub(super) async fn unknown(State(console): State<Console>, headers: HeaderMap) -> Response {
-    let frame = Frame { tab: None, title: "Not found", endpoint: &console.backend.endpoint(), user: None };
+    let frame = Frame { tab: None, title: "Not found", endpoint: &console.backend.endpoint(), who: &Who::Anyone };
     let content = html! { h1 { "There is no such page." } };
     frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content, None)
 }

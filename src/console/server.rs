@@ -1,6 +1,6 @@
 //! The state of the page, and its routes.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use axum::{
     Router,
@@ -17,6 +17,7 @@ use super::{
     guard::{Hosts, guard},
     limits::{Forms, LargePages, LogIns, Renderer},
     pages,
+    password::PasswordFile,
     session::Sessions,
 };
 use crate::config::{HostName, ListenUrl};
@@ -34,6 +35,8 @@ pub(super) struct Console(Arc<State>);
 pub(super) struct State {
     pub backend: Backend,
     pub sessions: Sessions,
+    /// The password of the page, if it has one.
+    pub password: Option<PasswordFile>,
     /// Permits for event streams.
     pub streams: Arc<Semaphore>,
     pub forms: Forms,
@@ -54,11 +57,17 @@ impl std::ops::Deref for Console {
 }
 
 impl Console {
-    /// Returns the state for the address `listen`, which must be the bound one, with its port.
+    /// Returns the state for the address `listen`, which must be the bound one, with its port. An empty `password_file`
+    /// stands for none.
+    ///
+    /// # Errors
+    ///
+    /// If there are no random numbers, or the file cannot be used.
     pub(super) fn new(
         place: Place,
         listen: &ListenUrl,
         allowed_hosts: &[HostName],
+        password_file: &Path,
         stopping: watch::Receiver<bool>,
     ) -> Result<Self, String> {
         let port = match listen {
@@ -69,6 +78,7 @@ impl Console {
         Ok(Self(Arc::new(State {
             backend: Backend::new(place),
             sessions,
+            password: PasswordFile::open(password_file)?,
             streams: Arc::new(Semaphore::new(STREAMS_MAX)),
             forms: Forms::default(),
             log_ins: LogIns::default(),

@@ -1,7 +1,7 @@
 //! Sessions of visitors, their cookies, and the tokens against cross-site requests.
 //!
 //! A browser that logged in has a cookie with 256 random bits. The server's token stays here. Where authentication is
-//! disabled, nobody logs in and there are no sessions.
+//! disabled, visitors log in with the page's own password; if it has none, there are no sessions, and nobody can write.
 //!
 //! A form contains a token: the HMAC, under a key of this process, of the session's cookie and of a second random cookie.
 //! Another page can make a browser send both cookies, but cannot read them or compute the token. The second cookie
@@ -47,11 +47,23 @@ pub(super) struct Sessions {
 }
 
 struct Session {
-    user: String,
-    token: HeaderValue,
+    who: Who,
+    /// The server's, of a user.
+    token: Option<HeaderValue>,
     begun: Instant,
     used: Instant,
     live: Arc<Live>,
+}
+
+/// Who a visitor is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Who {
+    /// Somebody who has not logged in: the server has no users, and the page no password.
+    Anyone,
+    /// Somebody who has logged in with the password of the page.
+    PasswordHolder,
+    /// A user of the server.
+    User(String),
 }
 
 /// Why a session is looked up.
@@ -65,8 +77,7 @@ pub(super) enum Access {
 
 /// The sender of a request, and what is needed for the response.
 pub(super) struct Visitor {
-    /// `None`: authentication is disabled.
-    pub user: Option<String>,
+    pub who: Who,
     pub client: Client,
     pub live: Arc<Live>,
     pub form: FormToken,
@@ -97,7 +108,7 @@ impl Sessions {
     }
 
     /// Begins a session. Returns its cookie.
-    pub fn begin(&self, user: String, token: HeaderValue) -> HeaderValue {
+    pub fn begin(&self, who: Who, token: Option<HeaderValue>) -> HeaderValue {
         let secret = self.secret();
         let now = Instant::now();
         let mut open = self.open.lock();
@@ -106,7 +117,7 @@ impl Sessions {
             let oldest = open.iter().min_by_key(|(_, session)| session.used).map(|(id, _)| id.clone());
             oldest.map(|id| open.remove(&id));
         }
-        open.insert(self.id(&secret), Session { user, token, begun: now, used: now, live: Arc::default() });
+        open.insert(self.id(&secret), Session { who, token, begun: now, used: now, live: Arc::default() });
         self.cookie(&self.session_cookie, &secret, &format!("; Max-Age={}", AGE_MAX.as_secs()))
     }
 
@@ -126,8 +137,8 @@ impl Sessions {
         }
     }
 
-    /// Returns the user, the token and the figures of a request's session.
-    fn find(&self, headers: &HeaderMap, access: Access) -> Option<(String, HeaderValue, Arc<Live>)> {
+    /// Returns who has begun a request's session, the token and the figures.
+    fn find(&self, headers: &HeaderMap, access: Access) -> Option<(Who, Option<HeaderValue>, Arc<Live>)> {
         let id = self.id(cookie(headers, &self.session_cookie)?);
         let now = Instant::now();
         let mut open = self.open.lock();
@@ -139,7 +150,7 @@ impl Sessions {
         if access == Access::Use {
             session.used = now;
         }
-        Some((session.user.clone(), session.token.clone(), Arc::clone(&session.live)))
+        Some((session.who.clone(), session.token.clone(), Arc::clone(&session.live)))
     }
 
     /// Returns the token for forms of the response to a request.
@@ -207,17 +218,17 @@ impl Console {
     ///
     /// # Errors
     ///
-    /// [`Failure::LoggedOut`] if there is no session although authentication is enabled.
+    /// [`Failure::LoggedOut`] if there is no session although visitors have to log in.
     pub async fn visitor(&self, headers: &HeaderMap, access: Access) -> Result<Visitor, Failure> {
         let (sessions, form) = (&self.sessions, self.sessions.form_token(headers));
         let client = self.backend.client().await?;
-        if let Some((user, token, live)) = sessions.find(headers, access) {
-            return Ok(Visitor { user: Some(user), client: client.with_token(Some(token)), live, form });
+        if let Some((who, token, live)) = sessions.find(headers, access) {
+            return Ok(Visitor { who, client: client.with_token(token), live, form });
         }
-        if self.backend.is_auth_enabled(&client).await? {
+        if self.password.is_some() || self.backend.is_auth_enabled(&client).await? {
             return Err(Failure::LoggedOut);
         }
-        Ok(Visitor { user: None, client, live: Arc::clone(&sessions.shared), form })
+        Ok(Visitor { who: Who::Anyone, client, live: Arc::clone(&sessions.shared), form })
     }
 }
 
@@ -249,14 +260,18 @@ mod tests {
         Sessions::new(Scheme::Tls, "2382").expect("random numbers")
     }
 
-    fn token() -> HeaderValue {
-        HeaderValue::from_static("token")
+    fn user() -> Who {
+        Who::User("a".to_owned())
+    }
+
+    fn token() -> Option<HeaderValue> {
+        Some(HeaderValue::from_static("token"))
     }
 
     #[tokio::test(start_paused = true)]
     async fn sessions_end() {
         let sessions = sessions();
-        let cookie = sessions.begin("a".to_owned(), token());
+        let cookie = sessions.begin(user(), token());
         let text = cookie.to_str().expect("ASCII");
         assert!(text.starts_with("orlop-console-2382="), "{text}");
         assert!(text.ends_with("; Path=/; HttpOnly; SameSite=Strict; Max-Age=43200; Secure"), "{text}");
@@ -267,18 +282,18 @@ mod tests {
             tokio::time::advance(Duration::from_secs(29 * 60)).await;
         }
         assert!(!is_open(), "after 12 hours");
-        let cookie = sessions.begin("a".to_owned(), token());
+        let cookie = sessions.begin(user(), token());
         let headers = self::headers(&[&cookie]);
         tokio::time::advance(IDLE_MAX + Duration::from_secs(1)).await;
         assert!(sessions.find(&headers, Access::Use).is_none(), "idle");
-        let cookie = sessions.begin("a".to_owned(), token());
+        let cookie = sessions.begin(user(), token());
         let headers = self::headers(&[&cookie]);
         for _ in 0..3 {
             assert!(sessions.find(&headers, Access::Check).is_some());
             tokio::time::advance(IDLE_MAX / 3 + Duration::from_secs(1)).await;
         }
         assert!(sessions.find(&headers, Access::Check).is_none(), "a check does not count as use");
-        let cookie = sessions.begin("a".to_owned(), token());
+        let cookie = sessions.begin(user(), token());
         let headers = self::headers(&[&cookie]);
         assert!(sessions.end(&headers).to_str().is_ok_and(|cookie| cookie.contains("Max-Age=0")));
         assert!(sessions.find(&headers, Access::Use).is_none(), "logged out");
@@ -289,7 +304,7 @@ mod tests {
         let sessions = sessions();
         let mut cookies = Vec::new();
         for _ in 0..=SESSIONS_MAX {
-            cookies.push(sessions.begin("a".to_owned(), token()));
+            cookies.push(sessions.begin(user(), token()));
             tokio::time::advance(Duration::from_secs(1)).await;
         }
         let open: Vec<bool> =
@@ -302,7 +317,7 @@ mod tests {
         let sessions = sessions();
         let first = sessions.form_token(&HeaderMap::new());
         let form = first.cookie.expect("a cookie");
-        let (alone, session) = (headers(&[&form]), sessions.begin("a".to_owned(), token()));
+        let (alone, session) = (headers(&[&form]), sessions.begin(user(), token()));
         let both = headers(&[&form, &session]);
         let of_session = sessions.form_token(&both);
         assert!(of_session.cookie.is_none());

@@ -51,7 +51,12 @@ impl Listeners {
         let listeners = std::mem::take(&mut self.console);
         let about = self.clients.first().and_then(|listener| listener.urls.first()).cloned();
         let services = services.clone().with(http::console_routes(services.routes(), endpoints));
-        let page = Page { services: &services, about, allowed_hosts: &settings.console_allowed_hosts.0 };
+        let page = Page {
+            services: &services,
+            about,
+            allowed_hosts: &settings.console_allowed_hosts.0,
+            password_file: &settings.console_password_file,
+        };
         let settings = connections(settings, ConnectionLimit::for_pages(), endpoints.store.steps());
         page.serve(listeners, &settings, stopping, servers)
     }

@@ -4,6 +4,7 @@ mod browser;
 mod events;
 mod limits;
 mod page;
+mod password;
 mod rights;
 mod webdriver;
 
@@ -107,8 +108,8 @@ async fn requests_from_elsewhere_are_refused(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let old = client.put("a", b"old").await;
     let new = client.put("a", b"new").await;
-    let page = Page::about(server.endpoint(), &["--console-allowed-hosts", "orlop.example,etcd.example"]);
-    let mut visitor = page.visitor();
+    let page = Page::with_password(server.endpoint(), &["--console-allowed-hosts", "orlop.example,etcd.example"]);
+    let mut visitor = page.writer().await;
     let host = page.url.strip_prefix("http://").expect("an address");
     for (headers, want) in [
         (&[("Host", "evil.example")][..], 403),
@@ -140,7 +141,7 @@ async fn requests_from_elsewhere_are_refused(backend: Backend) {
         assert_eq!(answer.status, 403, "{headers:?} {token}: {}", answer.body);
     }
     // Another browser's token.
-    let mut other = page.visitor();
+    let mut other = page.writer().await;
     let foreign = value_of(&other.open(&format!("/put-back?key=a&revision={old}")).await, "token");
     assert_eq!(visitor.send("POST", "/put-back", &[("Origin", &origin)], &body(&foreign)).await.status, 403);
     assert_eq!(get(&mut client, "a").await, Some((b"new".to_vec(), new)), "nothing was written");
@@ -247,8 +248,8 @@ async fn put_back_writes_unless_the_key_has_changed(backend: Backend) {
     let mut client = Client::connect(server.endpoint()).await;
     let old = client.put("a", b"first\n").await;
     let new = client.put("a", b"second\n").await;
-    let page = Page::about(server.endpoint(), &[]);
-    let mut visitor = page.visitor();
+    let page = Page::with_password(server.endpoint(), &[]);
+    let mut visitor = page.writer().await;
 
     let object = visitor.open("/key?key=a").await;
     assert!(object.contains(&format!("/put-back?key=a&amp;revision={old}")), "{object}");
@@ -386,8 +387,8 @@ async fn etcd_is_shown_too() {
         client.put(format!("/r/b/{number:03}"), b"x").await;
     }
     client.put("/r/c", b"x").await;
-    let page = Page::about(server.endpoint(), &[]);
-    let mut visitor = page.visitor();
+    let page = Page::with_password(server.endpoint(), &[]);
+    let mut visitor = page.writer().await;
     let names = visitor.open("/keys").await;
     for wanted in ["/keys?prefix=/r/a/", "/keys?prefix=/r/b/", "/key?key=/r/c"] {
         assert_eq!(names.matches(&format!("\"{wanted}\"")).count(), 1, "{wanted}: {names}");

@@ -6,7 +6,13 @@ use maud::html;
 use orlop_objects::escaped;
 
 use super::{Frame, Visit};
-use crate::console::{backend::LogInError, limits::Form, query::Query, server::Console, session::Access};
+use crate::console::{
+    backend::LogInError,
+    limits::Form,
+    query::Query,
+    server::Console,
+    session::{Access, Who},
+};
 
 /// What the form says.
 pub(in crate::console) enum Notice {
@@ -27,6 +33,7 @@ pub(in crate::console) fn form(
 ) -> Response {
     let form = console.sessions.form_token(headers);
     let user = console.backend.user().unwrap_or_default();
+    let has_password = console.password.is_some();
     let notice = match notice {
         Notice::None => None,
         Notice::Refused(reason) => Some(reason),
@@ -36,18 +43,26 @@ pub(in crate::console) fn form(
     let content = html! {
         form.login method="post" action="/login" {
             h1 { "Log in" }
-            p { "Use a name and a password of the server." }
+            @if has_password {
+                p {
+                    "Use the password of this page, without a name. If the server has users, use a name and a password "
+                    "of the server."
+                }
+            } @else {
+                p { "Use a name and a password of the server." }
+            }
             @if let Some(notice) = notice { p.failure role="alert" { (notice) } }
             input type="hidden" name="token" value=(form.token);
             input type="hidden" name="next" value=(next);
             label for="name" { "Name" }
-            input id="name" name="name" value=(user) autocomplete="username" autocapitalize="none" required autofocus;
+            input id="name" name="name" value=(user) autocomplete="username" autocapitalize="none" required[!has_password]
+                autofocus;
             label for="password" { "Password" }
             input id="password" name="password" type="password" autocomplete="current-password";
             button type="submit" { "Log in" }
         }
     };
-    let frame = Frame { tab: None, title: "Log in", endpoint: &console.backend.endpoint(), user: None };
+    let frame = Frame { tab: None, title: "Log in", endpoint: &console.backend.endpoint(), who: &Who::Anyone };
     frame.respond(status, form, content, None)
 }
 
@@ -70,16 +85,35 @@ pub(in crate::console) async fn log_in(State(console): State<Console>, headers: 
     let Some(_permit) = console.log_ins.begin().await else {
         return form(&console, &headers, StatusCode::SERVICE_UNAVAILABLE, &next, Notice::Busy);
     };
-    match console.backend.log_in(name.clone(), password).await {
-        Ok(None) => redirect(&next, None),
-        Ok(Some(token)) => {
+    match console.log_in(name, password).await {
+        Ok((Who::Anyone, _)) => redirect(&next, None),
+        Ok((who, token)) => {
             console.sessions.end(&headers);
-            redirect(&next, Some(console.sessions.begin(name, token)))
+            redirect(&next, Some(console.sessions.begin(who, token)))
         }
         Err(LogInError::Refused(reason)) => {
             form(&console, &headers, StatusCode::UNAUTHORIZED, &next, Notice::Refused(reason))
         }
         Err(LogInError::Failed(failure)) => super::plain(&failure),
+    }
+}
+
+impl Console {
+    /// Returns who logs in, with the token of a user. Users of the server come first: where there are any, the password
+    /// of the page opens nothing.
+    async fn log_in(&self, name: String, password: String) -> Result<(Who, Option<HeaderValue>), LogInError> {
+        let refused = |reason: &str| Err(LogInError::Refused(reason.to_owned()));
+        if let Some(token) = self.backend.log_in(name.clone(), password.clone()).await? {
+            return Ok((Who::User(name), Some(token)));
+        }
+        match &self.password {
+            None => Ok((Who::Anyone, None)),
+            Some(_) if !name.is_empty() => refused("The server has no users. Leave the name empty."),
+            Some(file) => match file.check(&password).await {
+                Ok(()) => Ok((Who::PasswordHolder, None)),
+                Err(reason) => refused(reason),
+            },
+        }
     }
 }
 

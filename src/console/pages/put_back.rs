@@ -12,11 +12,15 @@ use crate::{
         backend::{Failure, Written, pair, put_if},
         limits::Form,
         query::encoded,
+        session::Who,
     },
     text::shown_key,
 };
 
 const TITLE: &str = "Put back";
+/// Why a visitor who has not logged in cannot write.
+const READ_ONLY: &str = "This page only reads, because nobody can log in: the server has no users, and the page has no \
+    password. Start it with console-password-file to write.";
 
 pub(in crate::console) async fn page(mut visit: Visit) -> Response {
     let content = content(&mut visit).await;
@@ -30,6 +34,7 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     let newest = pair(&visit.visitor.client, &key, 0).await?;
     let secrets = visit.secrets();
     let place = format!("/put-back?key={}&revision={revision}", encoded(&key));
+    let may_write = visit.visitor.who != Who::Anyone;
     let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
     let changes = compare(visit, newest.as_ref().map(|kv| kv.value.clone()), Some(version.value)).await?;
     Ok(html! {
@@ -46,10 +51,11 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
             (key_field(&key))
             input type="hidden" name="revision" value=(revision);
             input type="hidden" name="expected" value=(newest.as_ref().map_or(0, |kv| kv.mod_revision));
-            @if !is_same { button.danger type="submit" { "Put this version back" } }
+            @if !is_same && may_write { button.danger type="submit" { "Put this version back" } }
             a.button href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Cancel" }
             @if changes.is_masked || secrets == Secrets::Show { (secrets_link(&place, secrets)) }
         }
+        @if !may_write { p.muted { (READ_ONLY) } }
         h2 { "What changes" }
         (changes.markup)
     })
@@ -69,6 +75,9 @@ pub(in crate::console) async fn write(visit: Visit, sent: Form) -> Response {
         Ok(form) => form,
         Err(failure) => return visit.page(Tab::Keys, TITLE, Err(failure)),
     };
+    if visit.visitor.who == Who::Anyone {
+        return visit.page(Tab::Keys, TITLE, Err(Failure::Denied(READ_ONLY.to_owned())));
+    }
     let (key, revision) = (form.bytes("key"), form.number("revision"));
     let written = async {
         let _value = visit.console.large_pages.begin().await?;
@@ -77,7 +86,7 @@ pub(in crate::console) async fn write(visit: Visit, sent: Form) -> Response {
     };
     match written.await {
         Ok(Written::At(written)) => {
-            let user = visit.visitor.user.as_deref().unwrap_or_default();
+            let user = if let Who::User(name) = &visit.visitor.who { name } else { "" };
             tracing::info!(key = orlop_core::types::shown(&key), revision, written, user, "put a version back");
             redirect(&format!("/key?key={}&written={written}", encoded(&key)), None)
         }

@@ -9,7 +9,7 @@ use orlop_wire::proto::client::etcdserverpb::{AuthUserChangePasswordRequest, Wat
 use serde_json::Value;
 
 use super::{
-    page::Page,
+    page::{PAGE_PASSWORD, Page},
     webdriver::{Browser, Colours},
 };
 use crate::{
@@ -91,7 +91,7 @@ async fn look_without_console(browser: &Browser, name: &str) {
 async fn every_view_works_in_a_browser() {
     let Some(browser) = Browser::open(Colours::Light, 1200, 800).await else { return };
     let (server, mut client) = full_server().await;
-    let page = Page::about(server.endpoint(), &[]);
+    let page = Page::with_password(server.endpoint(), &[]);
     let mut watch = crate::support::Stream::open(&mut client).await;
     for prefix in ["/registry/events/", "/registry/pods/", "/registry/deployments/"] {
         let range_end = format!("{}0", prefix.trim_end_matches('/'));
@@ -101,7 +101,10 @@ async fn every_view_works_in_a_browser() {
     }
     let load = load(&client);
 
-    browser.go(&page.url).await;
+    browser.go(&format!("{}/login", page.url)).await;
+    browser.wait_for("Use the password of this page").await;
+    browser.type_in("#password", PAGE_PASSWORD).await;
+    browser.click("form.login button").await;
     browser.wait_for("KV/Put").await;
     if picture("overview").is_some() {
         tokio::time::sleep(std::time::Duration::from_secs(20)).await;

@@ -1,8 +1,9 @@
 //! The web page of a server, and a visitor who sends the requests of a browser and keeps cookies.
 
-use std::{collections::BTreeMap, process::Stdio};
+use std::{collections::BTreeMap, fs, process::Stdio};
 
 use percent_encoding::{NON_ALPHANUMERIC, percent_encode};
+use tempfile::NamedTempFile;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpSocket, TcpStream},
@@ -14,10 +15,15 @@ use crate::support::{Answer, DEADLINE, Lines, Started, memory_kib, orlop};
 /// Start of the line with the address of the page.
 const READY: &str = "orlop: the web page is at ";
 
+/// The password of a page that has one.
+pub const PAGE_PASSWORD: &str = "the page's password";
+
 /// `orlop console`; dropping it ends the process.
 pub struct Page {
     process: Started,
     pub url: String,
+    /// The file with [`PAGE_PASSWORD`].
+    password: Option<NamedTempFile>,
 }
 
 impl Page {
@@ -25,20 +31,49 @@ impl Page {
     pub fn about(endpoint: &str, arguments: &[&str]) -> Self {
         let mut command = orlop(["console", "--endpoints", endpoint, "--listen-url", "http://127.0.0.1:0"]);
         command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut page = Self { process: Started::spawn(&mut command), url: String::new() };
+        let mut page = Self { process: Started::spawn(&mut command), url: String::new(), password: None };
         let line = Lines::of(page.process.stdout.take().expect("a pipe")).next().expect("a line");
         page.url = line.strip_prefix(READY).unwrap_or_else(|| panic!("not an address: {line}")).to_owned();
         page
+    }
+
+    /// Starts `orlop console` with [`PAGE_PASSWORD`].
+    pub fn with_password(endpoint: &str, arguments: &[&str]) -> Self {
+        let file = password_file(PAGE_PASSWORD);
+        let path = file.path().to_str().expect("a path in UTF-8");
+        let mut page = Self::about(endpoint, &[&["--console-password-file", path], arguments].concat());
+        page.password = Some(file);
+        page
+    }
+
+    /// Replaces the password.
+    pub fn change_password(&self, password: &str) {
+        let file = self.password.as_ref().expect("the page has a password");
+        fs::write(file.path(), password).expect("the file can be written");
     }
 
     pub fn visitor(&self) -> Visitor {
         Visitor::new(&self.url)
     }
 
+    /// Returns a visitor who has logged in with [`PAGE_PASSWORD`].
+    pub async fn writer(&self) -> Visitor {
+        let mut visitor = self.visitor();
+        assert_eq!(visitor.log_in("", PAGE_PASSWORD).await.status, 303);
+        visitor
+    }
+
     /// Returns the most memory that the process has used, in MiB.
     pub fn peak_mib(&self) -> u64 {
         memory_kib(self.process.id(), "VmHWM") >> 10
     }
+}
+
+/// Writes a file with a password of a page.
+pub fn password_file(password: &str) -> NamedTempFile {
+    let file = NamedTempFile::new().expect("a temporary file");
+    fs::write(file.path(), format!("{password}\n")).expect("the file can be written");
+    file
 }
 
 /// A browser without scripts.
