@@ -1,61 +1,50 @@
-//! Measures the time of the same code as `instructions.rs`, at the size of a large cluster: `just bench-cores`.
+//! Measures the time of the same code as `instructions.rs`, at the size of a large cluster, and prints it as the rows of
+//! a table: `just bench-cores`.
 
 mod inputs;
 
-use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
 use inputs::{Answer, Index, Transactions, Watchers};
 
 const KEYS: usize = 1_000_000;
-const CALLS: usize = 1_000;
+const CALLS: u32 = 1_000;
+/// Number of times that an operation is measured.
+const RUNS: usize = 10;
 
-fn index(criterion: &mut Criterion) {
+fn main() {
+    let calls = CALLS as usize;
     let index = Index::new(KEYS);
-    let (puts, wanted) = (index.puts(CALLS), index.wanted(CALLS));
-    let mut group = criterion.benchmark_group("index of 1,000,000 keys");
-    group.throughput(Throughput::Elements(CALLS as u64));
-    group.bench_function("get", |bench| bench.iter(|| index.get(&wanted)));
-    // Each sample copies the index, which takes long but is not measured.
-    group.sample_size(10);
-    group.bench_function("put", |bench| {
-        bench.iter_batched_ref(|| index.clone(), |index| index.apply(&puts), BatchSize::PerIteration);
-    });
-    group.throughput(Throughput::Elements(10_000));
-    group.bench_function("range of 10,000", |bench| bench.iter(|| index.range(10)));
+    let (puts, wanted) = (index.puts(calls), index.wanted(calls));
+    measure("look up a key among 1,000,000", CALLS, || (), |()| index.get(&wanted));
+    measure("put a key among 1,000,000, cold caches", CALLS, || index.clone(), |index| index.apply(&puts));
+    measure("walk 10,000 keys", 1, || (), |()| index.range(10));
     let mut twice = index.clone();
     twice.apply(&index.puts(KEYS));
-    group.throughput(Throughput::Elements(KEYS as u64));
-    group.bench_function("compact", |bench| {
-        bench.iter_batched_ref(|| twice.clone(), Index::compact, BatchSize::PerIteration);
-    });
-    group.finish();
-}
-
-fn transactions(criterion: &mut Criterion) {
-    let transactions = Transactions::new(KEYS, CALLS);
-    let mut group = criterion.benchmark_group("transactions");
-    group.throughput(Throughput::Elements(CALLS as u64));
-    group.bench_function("compare and put", |bench| bench.iter(|| transactions.evaluate()));
-    group.finish();
-}
-
-fn answers(criterion: &mut Criterion) {
+    measure("compact 1,000,000 keys with two versions each", 1, || twice.clone(), Index::compact);
+    let transactions = Transactions::new(KEYS, calls);
+    measure("evaluate a compare and a put", CALLS, || (), |()| transactions.evaluate());
     let answer = Answer::new(500, 1024);
-    let mut group = criterion.benchmark_group("answers");
-    group.throughput(Throughput::Bytes(500 * 1024));
-    group.bench_function("list of 500 x 1 KiB", |bench| {
-        bench.iter_batched(|| answer.clone(), Answer::encode, BatchSize::SmallInput);
-    });
-    group.finish();
-}
-
-fn watchers(criterion: &mut Criterion) {
+    let encode = |answers: &mut Vec<Answer>| answers.drain(..).all(Answer::encode);
+    measure("encode a list of 500 x 1 KiB", CALLS, || vec![answer.clone(); calls], encode);
     let watchers = Watchers::new(10_000);
-    let changed = watchers.changed(CALLS);
-    let mut group = criterion.benchmark_group("10,000 watchers");
-    group.throughput(Throughput::Elements(CALLS as u64));
-    group.bench_function("of a key", |bench| bench.iter(|| watchers.visit(&changed)));
-    group.finish();
+    let changed = watchers.changed(calls);
+    measure("find the watchers of a key among 10,000", CALLS, || (), |()| watchers.visit(&changed));
 }
 
-criterion_group!(benches, index, transactions, answers, watchers);
-criterion_main!(benches);
+/// Prints the median time of an operation, which each run repeats `count` times. Making and dropping a run's input is not
+/// measured.
+fn measure<I, O>(operation: &str, count: u32, input: impl Fn() -> I, run: impl Fn(&mut I) -> O) {
+    let time = || {
+        let mut input = input();
+        let began = Instant::now();
+        black_box(run(black_box(&mut input)));
+        began.elapsed()
+    };
+    let mut times: Vec<Duration> = (0..RUNS).map(|_| time()).collect();
+    times.sort_unstable();
+    println!("| {operation} | {:.1?} |", times[RUNS / 2] / count);
+}

@@ -5,7 +5,6 @@ mod stream;
 
 use std::{fmt, io::IsTerminal as _};
 
-use orlop_sql::PASSWORD_FILES_TARGET;
 use serde_json::{Map, Value};
 use tracing::{
     Event, Level, Subscriber, error,
@@ -103,21 +102,8 @@ fn time() -> String {
 /// Parses a level or a list of `TARGET=LEVEL`. `EnvFilter` alone takes an unknown level for a target, which silences the
 /// log.
 fn filter(text: &str) -> Result<EnvFilter, String> {
-    EnvFilter::try_new(directives(text)?.join(",")).map_err(|error| error.to_string())
-}
-
-fn directives(text: &str) -> Result<Vec<String>, String> {
-    let mut directives: Vec<String> = text.split(',').map(directive).collect::<Result<_, _>>()?;
-    let names_password_files = |directive: &String| {
-        let target = directive.rsplit_once('=').map_or("", |(target, _)| target.trim());
-        let target = target.split('[').next().unwrap_or_default();
-        !target.is_empty() && PASSWORD_FILES_TARGET.starts_with(target)
-    };
-    if !directives.iter().any(names_password_files) {
-        // Orlop warns once.
-        directives.push(format!("{PASSWORD_FILES_TARGET}=error"));
-    }
-    Ok(directives)
+    let directives: Vec<String> = text.split(',').map(directive).collect::<Result<_, _>>()?;
+    EnvFilter::try_new(directives.join(",")).map_err(|error| error.to_string())
 }
 
 fn directive(text: &str) -> Result<String, String> {
@@ -228,18 +214,6 @@ mod tests {
         assert_eq!((&lines[0]["msg"], &lines[0]["reason"]), (&"Exporter.Failed".into(), &"no collector".into()));
         assert_eq!((&lines[1]["msg"], &lines[1]["name"]), (&"a message".into(), &"etcd".into()));
         assert_eq!((lines.len(), lines[0].get("name")), (2, None));
-    }
-
-    #[test]
-    fn warnings_of_sqlx_about_files_of_passwords_are_logged_if_they_are_asked_for() {
-        for (text, expected) in [
-            ("info", "info,sqlx_postgres::options::pgpass=error"),
-            ("info,sqlx=debug", "info,sqlx=debug"),
-            ("info,sqlx_postgres::options::pgpass=warn", "info,sqlx_postgres::options::pgpass=warn"),
-            ("info,sqlx_core=warn", "info,sqlx_core=warn,sqlx_postgres::options::pgpass=error"),
-        ] {
-            assert_eq!(directives(text).map(|directives| directives.join(",")).as_deref(), Ok(expected), "{text}");
-        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ use hyper_util::{
 use tokio::{
     net::{TcpListener, TcpStream, UnixListener, UnixStream},
     sync::{OwnedSemaphorePermit, mpsc, watch},
+    task::JoinSet,
     time::{sleep, timeout},
 };
 use tokio_rustls::server::TlsStream;
@@ -175,7 +176,8 @@ impl Listener {
         Ok(Self { urls: vec![bound], address, socket, security })
     }
 
-    /// Serves until `stopping` becomes true and the clients have finished.
+    /// Serves until `stopping` becomes true and the clients have finished. If the future is dropped, the connections of clients
+    /// that have not finished end.
     pub async fn serve<S, R>(self, services: S, settings: Settings, stopping: watch::Receiver<bool>)
     where
         S: Service<Request<Incoming>, Response = Response<R>, Error: Into<BoxError>, Future: Send>,
@@ -230,11 +232,15 @@ async fn serve_all<S, R>(
     R: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
     let graceful = GracefulShutdown::new();
+    let mut open = JoinSet::<()>::new();
     loop {
         let connection = tokio::select! {
-            connection = connections.recv() => connection,
+            biased;
+            // First, so that connections that have ended use no memory while clients keep connecting.
+            Some(_) = open.join_next() => continue,
             // A dropped sender also stops the server.
             _ = stopping.wait_for(|stopping| *stopping) => None,
+            connection = connections.recv() => connection,
         };
         let Some((connection, client)) = connection else { break };
         let (connection, pacer) = paced(connection, &steps);
@@ -242,7 +248,7 @@ async fn serve_all<S, R>(
         let services = WithClient::new(services.clone(), client);
         let connection = http.serve_connection(TokioIo::new(connection), services).into_owned();
         let serving = pacer.run(flusher.drive(graceful.watch(connection)));
-        tokio::spawn(async move {
+        open.spawn(async move {
             if let Err(error) = serving.await {
                 debug!(error, "connection failed");
             }
@@ -398,5 +404,52 @@ async fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path).await {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path),
         Ok(_) | Err(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::{Router, routing::get};
+    use hyper_util::service::TowerToHyperService;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    /// A request that never ends keeps its connection open when the server stops.
+    #[tokio::test]
+    async fn connections_end_with_the_task_that_serves_them() {
+        const DEADLINE: Duration = Duration::from_secs(30);
+        let (steps, grant_steps) = Steps::new();
+        vital("the step scheduler", grant_steps);
+        let settings = Settings {
+            max_concurrent_streams: 1,
+            keepalive_interval: Duration::ZERO,
+            keepalive_timeout: Duration::ZERO,
+            connection_limit: ConnectionLimit::for_pages(),
+            steps,
+        };
+        let url: ListenUrl = "http://127.0.0.1:0".parse().expect("a URL");
+        let mut listeners = Listener::bind_all(&[url], None, FileMode(0o600)).await.expect("a port is free");
+        let listener = listeners.pop().expect("a listener");
+        let Some(ListenUrl::Tcp(address, _)) = listener.urls.first().cloned() else { panic!("a TCP address") };
+        let (arrived, mut arrival) = mpsc::channel(1);
+        let endless = move || {
+            let arrived = arrived.clone();
+            async move {
+                let _ = arrived.send(()).await;
+                std::future::pending::<()>().await;
+            }
+        };
+        let routes: Router = Router::new().route("/", get(endless));
+        let service = TowerToHyperService::new(routes);
+        let (stop, stopping) = watch::channel(false);
+        let serving = tokio::spawn(listener.serve(service, settings, stopping));
+        let mut client = TcpStream::connect(&address).await.expect("a connection");
+        client.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("a request");
+        timeout(DEADLINE, arrival.recv()).await.expect("the request arrives").expect("the request arrives");
+        stop.send_replace(true);
+        serving.abort();
+        let ended = timeout(DEADLINE, client.read_to_end(&mut Vec::new())).await;
+        assert!(ended.is_ok(), "the connection is open");
     }
 }

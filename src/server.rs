@@ -23,7 +23,6 @@ use crate::{
     api,
     auth::{Authenticator, BCRYPT_COST, BCRYPT_COSTS, Keys, Passwords, SignMethod, Tokens},
     config::{AuthToken, List, ListenUrl, MetricsDetail, Scheme, Settings, Tls},
-    datastore::keep,
     http::{self, Access, Pprof, Starting},
     logging,
     net::{Listener, tls},
@@ -33,7 +32,7 @@ use crate::{
 use orlop_core::{
     metrics::{self, Metrics},
     overload::PartialRequests,
-    store::{Keep, Store},
+    store::{Role, Store},
     supervise::vital,
     watchdog::{Pulse, Watching},
 };
@@ -67,8 +66,7 @@ impl std::error::Error for Error {}
 ///
 /// If an address cannot be bound or the database cannot be opened or read.
 pub async fn serve(settings: Settings, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-    let keep = keep(&settings);
-    serve_as(settings, Role::Server, keep, shutdown).await
+    serve_as(settings, Role::Server, shutdown).await
 }
 
 /// Serves a database to this process alone, at a socket, until `shutdown` completes. Does nothing else that a server does
@@ -102,27 +100,10 @@ pub(crate) async fn serve_locally(
         max_txn_ops: settings.max_txn_ops,
         ..Settings::default()
     };
-    serve_as(settings, Role::Local, Keep::AsBefore, shutdown).await
+    serve_as(settings, Role::Local, shutdown).await
 }
 
-/// Why a process serves.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Role {
-    Server,
-    /// For a command in the same process.
-    Local,
-}
-
-impl Role {
-    /// Notifies systemd about a server.
-    fn notify(self, state: &str) {
-        if self == Self::Server {
-            notify_service_manager(state);
-        }
-    }
-}
-
-async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+async fn serve_as(settings: Settings, role: Role, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
     let tls = acceptor(&settings)?;
     let mut listeners = Listeners::bind(&settings, tls.as_ref()).await.map_err(Error)?;
     let metrics = new_metrics(&settings);
@@ -132,7 +113,8 @@ async fn serve_as(settings: Settings, role: Role, keep: Keep, shutdown: impl Fut
     let starting = Starting::default();
     listeners.serve_probes(&settings, &starting, &stopping, &mut servers);
     let progress = Arc::clone(&starting.progress);
-    let opening = open_store(&settings, advertised_urls(role, &settings, &listeners.clients), metrics, keep, progress);
+    let client_urls = advertised_urls(role, &settings, &listeners.clients);
+    let opening = open_store(&settings, role, client_urls, metrics, progress);
     let Some(store) = unless(shutdown.as_mut(), opening).await else { return Ok(()) };
     let mut server = Server { settings, role, store: Arc::new(store?), stopping, servers };
     let (outcome, serving) = match server.begin(listeners, tls, &starting).await {
@@ -201,7 +183,7 @@ impl Server {
         }
         listeners.serve_console(settings, &endpoints, &services, stopping, servers).map_err(Error)?;
         listeners.serve(settings, &endpoints, services.with(routes.main), routes.http, stopping, servers);
-        role.notify("READY=1");
+        notify_service_manager(*role, "READY=1");
         Ok(Serving { _watching: watching, exporter })
     }
 
@@ -218,7 +200,7 @@ impl Server {
                 Err(error) => format!("a listener failed: {error}"),
             })),
         }
-        self.role.notify("STOPPING=1");
+        notify_service_manager(self.role, "STOPPING=1");
         outcome
     }
 
@@ -295,13 +277,16 @@ fn start_watchdog(store: &Store) -> Result<Watching, Error> {
     watchdog.start(gauge).map_err(|error| Error(format!("cannot start the watchdog: {error}")))
 }
 
-/// Notifies systemd (`Type=notify`) with a datagram to its socket.
-fn notify_service_manager(state: &str) {
+/// Notifies systemd (`Type=notify`) about a server, with a datagram to its socket.
+fn notify_service_manager(role: Role, state: &str) {
     use std::os::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixDatagram},
     };
 
+    if role != Role::Server {
+        return;
+    }
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match path.to_str().and_then(|path| path.strip_prefix('@')) {
         Some(name) => SocketAddr::from_abstract_name(name),

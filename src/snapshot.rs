@@ -39,6 +39,8 @@ use orlop_sql::SqliteView;
 
 /// Start of the names of temporary files.
 const TEMPORARY_PREFIX: &str = "orlop-snapshot-";
+/// End of the names of temporary files. A snapshot that somebody names `orlop-snapshot-monday.db` is none of them.
+const TEMPORARY_SUFFIX: &str = ".tmp";
 
 /// Errors of taking, reading and restoring snapshots.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +82,7 @@ pub enum Content {
 
 /// Creates a temporary file that only its owner can read.
 fn new_file_in(folder: &Path) -> Result<NamedTempFile> {
-    let file = tempfile::Builder::new().prefix(TEMPORARY_PREFIX).tempfile_in(folder);
+    let file = tempfile::Builder::new().prefix(TEMPORARY_PREFIX).suffix(TEMPORARY_SUFFIX).tempfile_in(folder);
     file.map_err(|error| file_error("create a file in", folder, &error))
 }
 

@@ -9,6 +9,7 @@
 //! - [`metering`]: counts calls, messages and bytes, and traces slow calls
 //! - [`deadline`]: ends calls at the time that the client named
 //! - [`unary`]: reads the request of a unary call and builds the response
+//! - [`received`]: collects the parts of a message, for the JSON gateway as well
 //! - [`field_limits`]: rejects requests with too many fields before they are decoded
 //! - [`response_body`]: sends a small response in one frame and a large response in chunks
 //! - [`frame`]: gRPC's framing of messages
@@ -17,6 +18,7 @@ pub(crate) mod deadline;
 pub mod field_limits;
 pub(crate) mod frame;
 pub(super) mod metering;
+pub(crate) mod received;
 pub mod response_body;
 pub(super) mod router;
 pub(super) mod unary;

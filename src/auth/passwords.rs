@@ -16,9 +16,10 @@ use base64::{Engine as _, prelude::BASE64_STANDARD};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 use tonic::{Code, Status};
-use tracing::warn;
+use tracing::{error, warn};
 
 use crate::{api::status::too_many_requests, net::Remote};
+use orlop_core::supervise::catch_panic;
 
 /// One thread per this number of cores.
 const CORES_PER_THREAD: usize = 4;
@@ -137,7 +138,13 @@ impl Queue {
                 }
             };
             drop(waiting);
-            work();
+            if let Err(panic) = catch_panic(work) {
+                error!(
+                    place = panic.place,
+                    message = panic.message,
+                    "the check or hash of a password panicked; only its request failed"
+                );
+            }
         }
     }
 }
@@ -208,7 +215,7 @@ impl Passwords {
         });
         self.queue.waiting.lock().push(remote.and_then(Remote::ip).map(network), work)?;
         self.queue.changed.notify_one();
-        // A thread that panicked drops the sender.
+        // Work that panicked drops the sender.
         answered.await.unwrap_or_else(|_| Err(PasswordError::Bcrypt("the check failed".to_owned())))
     }
 }
@@ -232,6 +239,10 @@ fn network(address: IpAddr) -> IpAddr {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
     use super::*;
 
     #[test]
@@ -283,6 +294,17 @@ mod tests {
             let [address, want] = [address, want].map(|text| text.parse::<IpAddr>().expect("an address"));
             assert_eq!(network(address), want, "{address}");
         }
+    }
+
+    #[tokio::test]
+    async fn panic_fails_only_its_own_work() {
+        let queue = Arc::new(Queue::default());
+        let passwords = Passwords { queue: Arc::clone(&queue), cost: 4 };
+        thread::spawn(move || queue.run());
+        let panicked = passwords.run::<()>(None, || panic!("a test expects this panic")).await;
+        assert!(matches!(panicked, Err(PasswordError::Bcrypt(_))));
+        let next = timeout(Duration::from_secs(30), passwords.hash(None, "secret".to_owned())).await;
+        assert!(next.expect("the thread goes on").is_ok());
     }
 
     /// Every hash accepts what it accepted when whole passwords were checked.

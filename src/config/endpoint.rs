@@ -48,11 +48,7 @@ fn file(path: PathBuf) -> Result<Datastore, String> {
 }
 
 fn check_parameters(address: &str) -> Result<(), String> {
-    let Some((before, query)) = address.split_once('?') else { return Ok(()) };
-    if !before.contains('@') && query.contains('@') {
-        // The ? belongs to a password that is not percent-encoded, which opening the database reports.
-        return Ok(());
-    }
+    let Some((_, query)) = address.split_once('?') else { return Ok(()) };
     let names = query.split('&').filter(|pair| !pair.is_empty());
     for name in names.map(|pair| pair.split_once('=').map_or(pair, |(name, _)| name)) {
         if POSTGRES_PARAMETERS.contains(&name) || name == "application_name" || name.starts_with("options[") {

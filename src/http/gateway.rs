@@ -10,7 +10,6 @@ mod memory;
 mod metadata;
 mod request_body;
 pub mod split;
-mod text;
 
 use std::{convert::Infallible, sync::Arc};
 
@@ -37,10 +36,12 @@ use self::{
     metadata::metadata,
     request_body::{next, read_body, request_frames},
     split::Values,
-    text::Text,
 };
 use crate::{
-    api::grpc::frame::{FRAME_HEADER_BYTES, announced_len},
+    api::grpc::{
+        frame::{FRAME_HEADER_BYTES, announced_len},
+        received::Received,
+    },
     net::Remote,
 };
 use orlop_core::overload::{PartialRequest, PartialRequests};
@@ -220,7 +221,7 @@ pub fn message(kind: MessageDescriptor, json: &[u8]) -> Result<DynamicMessage, S
 }
 
 /// Parses a message from JSON and frames it for gRPC.
-async fn json_to_frame(kind: MessageDescriptor, json: Text, memory: &Memory) -> Result<Bytes, Status> {
+async fn json_to_frame(kind: MessageDescriptor, json: Received, memory: &Memory) -> Result<Bytes, Status> {
     let reserved = memory.reserve(json.len()).await?;
     let convert = move || message(kind, &json.joined()).map(|message| frame(&message));
     reserved.convert(convert).await.map(|(framed, _)| framed)

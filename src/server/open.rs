@@ -15,12 +15,12 @@ use tracing::warn;
 use super::Error;
 use crate::{
     config::{Datastore, Retention, Settings},
-    datastore::{MissingArchive, open_with_archive},
+    datastore::{MissingArchive, keep, open_with_archive},
 };
 use orlop_core::{
     log::{self, Log},
     metrics::Metrics,
-    store::{self, AutoCompaction, CompactionRate, Keep, ReadProgress, SlowThresholds, Store},
+    store::{self, AutoCompaction, CompactionRate, Keep, ReadProgress, Role, SlowThresholds, Store},
 };
 use orlop_sql::Durability;
 
@@ -31,9 +31,9 @@ const READ_PAUSE: Duration = Duration::from_secs(1);
 /// Opens and reads the log.
 pub(super) async fn open_store(
     settings: &Settings,
+    role: Role,
     client_urls: Vec<String>,
     metrics: Arc<Metrics>,
-    keep: Keep,
     progress: Arc<ReadProgress>,
 ) -> Result<Store, Error> {
     let store_settings = store::Settings {
@@ -58,8 +58,7 @@ pub(super) async fn open_store(
         // On a runtime with several threads, busy polling would wake the other threads.
         busy_poll: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread
             && available_parallelism().is_ok_and(|cores| cores.get() > 1),
-        expires_leases: keep != Keep::AsBefore,
-        changes_alarms: keep != Keep::AsBefore,
+        role,
         progress,
         ..store::Settings::default()
     };
@@ -72,6 +71,10 @@ pub(super) async fn open_store(
         Durability::Synced
     };
     let metrics = Some(Arc::clone(&store_settings.metrics));
+    let keep = match role {
+        Role::Server => keep(settings),
+        Role::Local => Keep::AsBefore,
+    };
     let missing = MissingArchive::Create;
     let opened = open_with_archive(settings, &datastore, client_urls, durability, metrics, keep, missing).await;
     let (log, history) = opened.map_err(|error| Error(error.to_string()))?;

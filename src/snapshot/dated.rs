@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::{Result, TEMPORARY_PREFIX, file_error};
+use super::{Result, TEMPORARY_PREFIX, TEMPORARY_SUFFIX, file_error};
 
 const PREFIX: &str = "orlop-";
 const SUFFIX: &str = ".db";
@@ -52,7 +52,7 @@ impl DatedFolder {
         Ok(names.iter().rev().filter(|name| !is_ahead(name, now)).find_map(|name| time_of(name)))
     }
 
-    /// Deletes all snapshots but the newest `keep`, one of which is `taken`, and temporary files that were abandoned.
+    /// Deletes all snapshots but the newest `keep`, one of which is `taken`, and [abandoned](Self::delete_abandoned) files.
     /// Snapshots that a clock named that was ahead count as the oldest.
     ///
     /// # Errors
@@ -65,18 +65,19 @@ impl DatedFolder {
         // The sort is stable.
         snapshots.sort_by_key(|name| !is_ahead(name, now));
         let old = snapshots.iter().rev().skip(keep.get() - 1).map(|name| self.0.join(name));
-        let abandoned = self.names()?.into_iter().filter(|name| name.starts_with(TEMPORARY_PREFIX));
-        let abandoned = abandoned.map(|name| self.0.join(name)).filter(|path| is_abandoned(path, now));
-        let mut outcome = Ok(());
-        for path in old.chain(abandoned) {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    outcome = Err(file_error("delete", &path, &error));
-                }
-                Ok(()) | Err(_) => {}
-            }
-        }
-        outcome
+        let deleted = delete(old);
+        self.delete_abandoned(now).and(deleted)
+    }
+
+    /// Deletes temporary files that a killed process has left. One that is being written is never as old.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be deleted. The others are deleted nevertheless.
+    pub fn delete_abandoned(&self, now: SystemTime) -> Result<()> {
+        let is_temporary = |name: &String| name.starts_with(TEMPORARY_PREFIX) && name.ends_with(TEMPORARY_SUFFIX);
+        let temporary = self.names()?.into_iter().filter(is_temporary).map(|name| self.0.join(name));
+        delete(temporary.filter(|path| is_abandoned(path, now)))
     }
 
     /// Returns the names of all files, sorted. Names that are not text are not Orlop's.
@@ -93,6 +94,18 @@ impl DatedFolder {
         names.sort_unstable();
         Ok(names)
     }
+}
+
+/// Deletes files. Returns the last error.
+fn delete(paths: impl Iterator<Item = PathBuf>) -> Result<()> {
+    let mut outcome = Ok(());
+    for path in paths {
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => outcome = Err(file_error("delete", &path, &error)),
+            Ok(()) | Err(_) => {}
+        }
+    }
+    outcome
 }
 
 /// Returns the time in the name of a snapshot; `None` if the name has another form.
@@ -156,7 +169,8 @@ mod tests {
         for time in &times {
             fs::write(folder.file_at(*time), "").unwrap();
         }
-        for other in ["orlop.db", "orlop-2027.db", "orlop-snapshot-fresh"] {
+        let others = ["orlop.db", "orlop-2027.db", "orlop-snapshot-monday.db", "orlop-snapshot-fresh.tmp"];
+        for other in others {
             fs::write(home.path().join(other), "").unwrap();
         }
         let name = |time: &SystemTime| folder.file_at(*time).file_name().unwrap().to_str().unwrap().to_owned();
@@ -167,8 +181,7 @@ mod tests {
             want.sort();
             assert_eq!(names(home.path()), want);
         };
-        let others = ["orlop.db", "orlop-2027.db", "orlop-snapshot-fresh"];
-        let fresh = home.path().join(others[2]).metadata().unwrap().modified().unwrap();
+        let fresh = home.path().join(others[3]).metadata().unwrap().modified().unwrap();
         assert_eq!(folder.newest(times[0]).unwrap(), Some(times[4]));
         folder.prune(&folder.file_at(times[4]), keep(9), fresh).unwrap();
         check(&[&times[0], &times[1], &times[2], &times[3], &times[4]], &others);
@@ -176,7 +189,7 @@ mod tests {
         check(&[&times[2], &times[3], &times[4]], &others);
         // The clock was set back: the snapshot just taken has the oldest name.
         folder.prune(&folder.file_at(times[2]), keep(1), fresh + 2 * HOUR).unwrap();
-        check(&[&times[2]], &others[..2]);
+        check(&[&times[2]], &others[..3]);
         // The clock was ahead for a while.
         let ahead: Vec<SystemTime> = (0..2).map(|hour| start + (10_000 + hour) * HOUR).collect();
         for time in ahead.iter().chain(&times[3..]) {
@@ -184,9 +197,9 @@ mod tests {
         }
         assert_eq!(folder.newest(times[4]).unwrap(), Some(times[4]));
         folder.prune(&folder.file_at(times[4]), keep(4), times[4]).unwrap();
-        check(&[&times[2], &times[3], &times[4], &ahead[1]], &others[..2]);
+        check(&[&times[2], &times[3], &times[4], &ahead[1]], &others[..3]);
         folder.prune(&folder.file_at(times[4]), keep(3), times[4]).unwrap();
-        check(&[&times[2], &times[3], &times[4]], &others[..2]);
+        check(&[&times[2], &times[3], &times[4]], &others[..3]);
         assert_eq!(DatedFolder::new(home.path().join("absent")).newest(start).unwrap(), None);
     }
 }

@@ -98,6 +98,9 @@ pub(super) async fn save(args: &SaveArgs) -> std::result::Result<Saved, Box<dyn 
         folder.prune(&target.file, keep, now()).map_err(|error| {
             format!("the snapshot is saved as {}, but old ones remain: {error}", target.file.display())
         })?;
+    } else {
+        // They may belong to another user, for example in `/tmp`.
+        let _ = DatedFolder::new(target.folder().to_owned()).delete_abandoned(now());
     }
     Ok(Saved { file: target.file, lacks_history })
 }

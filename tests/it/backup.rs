@@ -6,6 +6,7 @@ use std::{
     os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     process::{Output, Stdio},
+    time::SystemTime,
 };
 
 use rustix::{
@@ -206,6 +207,31 @@ async fn interrupted_save_leaves_nothing() {
         assert!(!output.status.success() && error.contains("nothing was saved"), "{signal:?}: {error}");
         assert_eq!(names(home.path()), BTreeSet::new(), "{signal:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn temporary_file_of_a_killed_save_is_deleted_by_a_later_one() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let file = home.path().join("saved.db");
+    let arguments = ["snapshot", "save", "--endpoints", server.endpoint(), text(&file)];
+    server.pause();
+    let mut save = Command::new(orlop_program()).args(arguments).kill_on_drop(true).spawn().expect("it starts");
+    let left = eventually("a temporary file", async || names(home.path()).pop_first().ok_or(())).await;
+    save.kill().await.expect("our child can be ended");
+    server.resume();
+    // The name is one that a user may choose.
+    let others = ["orlop-snapshot-monday.db", "saved.db"].map(str::to_owned);
+    let age = |name: &str| {
+        let file = fs::File::options().create(true).append(true).open(home.path().join(name)).expect("a file");
+        file.set_modified(SystemTime::UNIX_EPOCH).expect("the time can be set");
+    };
+    age(&others[0]);
+    prints(&arguments).await;
+    assert!(names(home.path()).contains(&left), "it may be in use");
+    age(&left);
+    prints(&arguments).await;
+    assert_eq!(names(home.path()), BTreeSet::from(others));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

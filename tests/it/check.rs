@@ -3,6 +3,7 @@
 
 mod archive;
 mod corruptions;
+mod indexes;
 
 use std::{
     collections::BTreeMap,

@@ -9,6 +9,7 @@
 mod arena;
 mod encoded;
 mod gateway;
+mod hashes;
 mod held;
 mod snapshots;
 pub mod streams;

@@ -189,6 +189,30 @@ fn no_password_in(what: &str, text: &str) {
     }
 }
 
+/// Writes `.pgpass` in a folder.
+fn password_file(folder: &Path, lines: &[u8], mode: u32) -> PathBuf {
+    let file = folder.join(".pgpass");
+    fs::write(&file, lines).expect("a file can be written");
+    fs::set_permissions(&file, fs::Permissions::from_mode(mode)).expect("a mode");
+    file
+}
+
+/// Returns the log of a server after its first attempt to connect to a Postgres that does not run.
+async fn log_without_postgres(log_level: &str, variable: (&str, &Path)) -> String {
+    let mut waiting = Orlop::new();
+    let endpoint = "postgres://u@127.0.0.1:1/db";
+    let listen = ["--listen-client-urls", "http://127.0.0.1:0", "--datastore-endpoint", endpoint];
+    let flags = [&["--log-level", log_level][..], &listen].concat();
+    let (name, path) = variable;
+    let mut command = waiting.command("022", &flags, &[(name, path.to_str().expect("text"))]);
+    waiting.process = Some(Started::spawn(&mut command));
+    eventually("an attempt to connect", async || {
+        if waiting.log().contains("cannot connect yet") { Ok(()) } else { Err(waiting.log()) }
+    })
+    .await;
+    waiting.log()
+}
+
 const VALUE: &str = "a value that is never logged";
 const TRACE_FLAGS: [&str; 4] = ["--log-level", "trace", "--listen-client-urls", "http://127.0.0.1:0"];
 
@@ -249,21 +273,47 @@ async fn wrong_database_password_is_never_printed() {
     no_password_in("attempts", &waiting.log());
 }
 
+#[tokio::test]
+async fn malformed_line_of_a_password_file_is_never_printed() {
+    let files = TempDir::new().expect("a folder");
+    // It lacks a field.
+    let file = password_file(files.path(), b"127.0.0.1:1:db:not it\n", 0o600);
+    for variable in [("PGPASSFILE", file.as_path()), ("HOME", files.path())] {
+        for log_level in ["trace", "info,sqlx=debug"] {
+            no_password_in(log_level, &log_without_postgres(log_level, variable).await);
+        }
+    }
+}
+
+#[tokio::test]
+async fn password_file_that_others_can_read_is_warned_of_once() {
+    let files = TempDir::new().expect("a folder");
+    let file = password_file(files.path(), b"127.0.0.1:1:db:u:not it\n", 0o644);
+    for variable in [("PGPASSFILE", file.as_path()), ("HOME", files.path())] {
+        let log = log_without_postgres("info,sqlx=debug", variable).await;
+        let warnings: Vec<&str> = log.lines().filter(|line| line.contains(file.to_str().expect("text"))).collect();
+        assert!(warnings.len() == 1 && warnings[0].contains("its mode is 644"), "{log}");
+        no_password_in("the log", &log);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn password_can_stay_out_of_the_process_list() {
     let Some((_postgres, endpoint, without_password)) = postgres_with_passwords().await else { return };
     let files = TempDir::new().expect("a folder");
-    let (settings, passwords) = (files.path().join("orlop.toml"), files.path().join("pgpass"));
+    let settings = files.path().join("orlop.toml");
     fs::write(&settings, format!("datastore-endpoint = \"{endpoint}\"\n")).expect("a file can be written");
-    fs::write(&passwords, "127.0.0.1:*:*:*:pass word\n").expect("a file can be written");
-    // sqlx, like libpq, ignores a password file that other users can read.
-    fs::set_permissions(&passwords, fs::Permissions::from_mode(0o600)).expect("a mode");
+    // The first line is Latin-1, and the second one lacks a field.
+    let lines = b"# \xe9\n127.0.0.1:*:*:not it\n127.0.0.1:*:*:*:pass word\n";
+    let passwords = password_file(files.path(), lines, 0o600);
     let (settings, passwords) = (settings.to_str().expect("text"), passwords.to_str().expect("text"));
+    let home = files.path().to_str().expect("text");
     type Row<'a> = (&'a [&'a str], (&'a str, &'a str));
-    let rows: [Row<'_>; 4] = [
+    let rows: [Row<'_>; 5] = [
         (&[], ("ORLOP_DATASTORE_ENDPOINT", &endpoint)),
         (&[], ("ORLOP_CONFIG_FILE", settings)),
         (&["--datastore-endpoint", &without_password], ("PGPASSFILE", passwords)),
+        (&["--datastore-endpoint", &without_password], ("HOME", home)),
         (&["--datastore-endpoint", &without_password], ("PGPASSWORD", "pass word")),
     ];
     for (flags, variable) in rows {

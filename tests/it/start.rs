@@ -131,6 +131,8 @@ fn errors_name_invalid_settings_and_accepted_values() {
     for (endpoint, named) in [
         ("postgres://user:secret@host/db?sslmod=require", "unknown parameter sslmod; did you mean sslmode?"),
         ("postgres://user:secret@host/db?sslmode=require&sslrootca=x", "sslrootca; did you mean sslrootcert?"),
+        // sqlx would log the value of a parameter that it does not know.
+        ("postgres://127.0.0.1:1/db?user=u&pasword=secret@host", "unknown parameter with an @ behind it"),
         ("sqlite://state.db?_journal=WAL", "a sqlite:// URL has no parameters"),
     ] {
         check_refused(&["--datastore-endpoint", endpoint], &[], &[named]);
@@ -400,4 +402,20 @@ fn service_manager_is_notified_of_start_and_stop() {
     send_signal(process.id(), Signal::TERM);
     assert_eq!(state(), "STOPPING=1");
     assert!(ended(process).status.success());
+}
+
+/// For example a copy that failed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn empty_database_file_is_filled_with_a_warning() {
+    const WARNING: &str = "the database file is empty: creating a new store in it";
+    let new = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    assert!(!new.log().contains(WARNING), "the start has created the file: {}", new.log());
+    let data = tempfile::tempdir().expect("a folder");
+    fs::write(data.path().join("orlop.db"), "").expect("a file can be written");
+    let place = Place { data: Some(data.path().to_owned()), ..Place::default() };
+    let mut server = Server::orlop_at(None, &[], place).await;
+    Client::connect(server.endpoint()).await.put("a", "1").await;
+    assert!(server.terminate().await.success());
+    server.restart().await;
+    assert_eq!(server.log().matches(WARNING).count(), 1, "{}", server.log());
 }

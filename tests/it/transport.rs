@@ -1,11 +1,14 @@
 //! HTTP/2 and HTTP/1 below the calls: which requests reach a method, and what ends a connection.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::{future::join_all, stream};
 use http::uri::PathAndQuery;
-use orlop_wire::proto::client::etcdserverpb::{PutRequest, PutResponse, WatchCreateRequest};
+use orlop_wire::proto::client::{
+    authpb::Permission,
+    etcdserverpb::{AuthRoleAddRequest, AuthRoleGrantPermissionRequest, PutRequest, PutResponse, WatchCreateRequest},
+};
 use prost::Message as _;
 use tokio::time::sleep;
 use tonic::{
@@ -176,7 +179,40 @@ async fn calls_that_never_arrive_are_not_logged(backend: Backend) {
     assert!(!log.contains("etcdserverpb.KV/Range"), "{log}");
 }
 
+/// A server knows from the answer to a PING that the client has received its GOAWAY. Until then it accepts new streams. Each of
+/// the calls is a commit of its own, so that writes wait at any moment.
+async fn client_that_answers_no_ping_does_not_delay_a_stop(backend: Backend) {
+    const GRANT: &str = "/etcdserverpb.Auth/RoleGrantPermission";
+    const AT_ONCE: usize = 300;
+    /// Clients have 5 seconds to finish.
+    const STOP_TIME_MAX: Duration = Duration::from_secs(10);
+    let Some(mut server) = Server::orlop(backend).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.auth.role_add(AuthRoleAddRequest { name: "role".to_owned() }).await.expect("a role");
+    let perm = Some(Permission { key: "k".into(), ..Default::default() });
+    let grant = AuthRoleGrantPermissionRequest { name: "role".to_owned(), perm }.encode_to_vec();
+    let mut wire = Wire::open(server.endpoint()).await;
+    let mut streams = (1..).step_by(2);
+    for stream in streams.by_ref().take(AT_ONCE) {
+        assert!(wire.call(stream, GRANT, &grant, END_STREAM).await);
+    }
+    let calls = async {
+        while let Ok((kind, flags, _)) = wire.frame_or_end().await {
+            if kind == RST_STREAM || (kind == HEADERS && flags & END_STREAM != 0) {
+                let stream = streams.next().expect("there are many streams");
+                // The next frame tells if the server has closed the connection.
+                wire.call(stream, GRANT, &grant, END_STREAM).await;
+            }
+        }
+    };
+    let began = Instant::now();
+    let (status, ()) = tokio::join!(server.terminate(), calls);
+    assert!(status.success());
+    assert!(began.elapsed() < STOP_TIME_MAX, "{:?}", began.elapsed());
+}
+
 on_both_backends!(
+    client_that_answers_no_ping_does_not_delay_a_stop,
     connection_survives_calls_that_are_cancelled_during_a_pause,
     watch_survives_refused_requests_on_its_connection,
     methods_answer_only_grpc,

@@ -70,7 +70,7 @@ pub use self::{
         FoundMoment, FrozenStore, HistoryKeeper, HistorySettings, HistoryState, Keep, PastChange, PastChanges,
         PastError, PastPairs, delete_rows,
     },
-    open::Settings,
+    open::{Role, Settings},
     reader::RangePieces,
     replay::{ReadProgress, Replayed, replay},
     saved_index::Saving,

@@ -24,9 +24,6 @@ pub enum Durability {
 
 pub use self::{
     kine::{APISERVER_COMPACTION, KineRow, KineState, KineTable, Values},
-    postgres::{
-        PASSWORD_FILES_TARGET, POSTGRES_PARAMETERS, PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings,
-        PostgresView,
-    },
+    postgres::{POSTGRES_PARAMETERS, PostgresArchive, PostgresLoader, PostgresLog, PostgresSettings, PostgresView},
     sqlite::{Defragmented, SQLITE_THREADS, SqliteArchive, SqliteLoader, SqliteLog, SqliteView},
 };

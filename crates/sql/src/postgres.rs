@@ -1,7 +1,7 @@
 //! The log in a Postgres database, to which any number of Orlop instances append.
 //!
 //! Connections: one for appends, one for position queries, one that listens for notifications, and a pool for all other
-//! reads. A batch is one call of a function that a migration creates: `orlop_append`, or `orlop_append_behind` for a
+//! reads. A batch is one call of a function that a migration creates: `orlop_append_at`, or `orlop_append_behind` for a
 //! batch that may be appended behind rows of other instances. Both are a compare-and-append under an advisory lock, in
 //! one round trip and one commit. A read of rows that compaction may delete concurrently also returns, from the same
 //! snapshot, the revision below which rows may be missing.
@@ -57,8 +57,7 @@ use self::{
     space::Counted,
 };
 pub use self::{
-    archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader,
-    passfile::PASSWORD_FILES_TARGET, view::PostgresView,
+    archive::PostgresArchive, hosts::PARAMETERS as POSTGRES_PARAMETERS, load::PostgresLoader, view::PostgresView,
 };
 use crate::{Durability, auth, error::corrupt, rows::LogRow as _};
 use orlop_core::auth::AuthState;
@@ -206,7 +205,7 @@ const FACTS: &str = "SELECT value, orlop_channel() FROM meta WHERE name = 'clust
 const POSITION: &str = "SELECT (SELECT coalesce(max(id), 1) FROM kv_log), \
     (SELECT value FROM meta WHERE name = 'epoch'), orlop_server()";
 const LEASES: &str = "SELECT id, ttl, secs_left FROM orlop_leases($1, $2)";
-const HEARTBEAT: &str = "SELECT orlop_beat($1, $2, $3, $4)";
+const HEARTBEAT: &str = "SELECT orlop_heartbeat($1, $2, $3, $4)";
 const DEREGISTER: &str = "DELETE FROM member WHERE id = $1 AND run = $2";
 const LIVE_MEMBERS: &str = "SELECT id, name, client_urls FROM member \
     WHERE beat > clock_timestamp() - make_interval(secs => $1) \

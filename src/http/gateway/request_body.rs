@@ -9,8 +9,11 @@ use http_body::Body as _;
 use prost_reflect::MessageDescriptor;
 use tonic::Status;
 
-use super::{json_to_frame, memory::Memory, split::Values, text::Text};
-use crate::api::status::{message_too_large, request_too_late, too_many_requests};
+use super::{json_to_frame, memory::Memory, split::Values};
+use crate::api::{
+    grpc::received::Received,
+    status::{message_too_large, request_too_late, too_many_requests},
+};
 use orlop_core::overload::PartialRequest;
 
 /// Reads a whole body of at most `bytes_max`. Partial bodies need memory of partial requests, complete ones do not.
@@ -22,8 +25,8 @@ pub async fn read_body(
     mut body: BodyDataStream,
     partial: &mut PartialRequest,
     bytes_max: usize,
-) -> Result<Text, Status> {
-    let mut text = Text::default();
+) -> Result<Received, Status> {
+    let mut text = Received::default();
     let mut is_excess = false;
     loop {
         let data = if is_excess {
@@ -36,7 +39,7 @@ pub async fn read_body(
         if text.len() + data.len() > bytes_max {
             return Err(message_too_large(text.len() + data.len(), bytes_max));
         }
-        text.push(&data);
+        text.push_copy(&data);
         // It counts until it is converted.
         let is_full = partial.set_bytes(text.len()).is_err();
         is_excess = is_full && !body.is_end_stream();

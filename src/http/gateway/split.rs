@@ -5,15 +5,14 @@
 use bytes::{Buf as _, Bytes};
 use tonic::Status;
 
-use super::text::Text;
-use crate::api::status::message_too_large;
+use crate::api::{grpc::received::Received, status::message_too_large};
 
 /// The state of the scan.
 pub struct Values {
     /// Maximum length of an object.
     bytes_max: usize,
     /// The incomplete object.
-    text: Text,
+    text: Received,
     /// Number of open braces and brackets.
     depth: usize,
     string: StringState,
@@ -28,7 +27,7 @@ enum StringState {
 
 impl Values {
     pub fn new(bytes_max: usize) -> Self {
-        Self { bytes_max, text: Text::default(), depth: 0, string: StringState::Outside }
+        Self { bytes_max, text: Received::default(), depth: 0, string: StringState::Outside }
     }
 
     /// Returns the length of the incomplete object in bytes.
@@ -42,7 +41,7 @@ impl Values {
     /// # Errors
     ///
     /// If the object is longer than the maximum, or the data is not an object.
-    pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Text>, Status> {
+    pub fn next(&mut self, data: &mut Bytes) -> Result<Option<Received>, Status> {
         if self.depth == 0 {
             let blank = data.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
             data.advance(blank);
@@ -51,7 +50,7 @@ impl Values {
             }
         }
         let last = data.iter().position(|byte| self.ends_with(*byte));
-        self.text.push(&data.split_to(last.map_or(data.len(), |last| last + 1)));
+        self.text.push_copy(&data.split_to(last.map_or(data.len(), |last| last + 1)));
         if self.buffered_bytes() > self.bytes_max {
             return Err(message_too_large(self.buffered_bytes(), self.bytes_max));
         }

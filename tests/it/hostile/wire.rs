@@ -1,6 +1,6 @@
 //! HTTP/2 frame by frame, for input that no client library sends.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
 use bytes::Bytes;
 use tokio::{
@@ -167,11 +167,16 @@ impl Wire {
 
     /// Returns the kind, the flags and the payload of the next frame.
     pub async fn next_frame(&mut self) -> (u8, u8, Vec<u8>) {
+        timeout(DEADLINE, self.frame_or_end()).await.expect("a frame in time").expect("a frame")
+    }
+
+    /// Like [`Wire::next_frame`], without a deadline. Returns an error if the server closes the connection.
+    pub async fn frame_or_end(&mut self) -> io::Result<(u8, u8, Vec<u8>)> {
         let mut head = [0; 9];
-        timeout(DEADLINE, self.0.read_exact(&mut head)).await.expect("a frame in time").expect("a frame");
+        self.0.read_exact(&mut head).await?;
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-        timeout(DEADLINE, self.0.read_exact(&mut payload)).await.expect("its payload in time").expect("its payload");
-        (head[3], head[4], payload)
+        self.0.read_exact(&mut payload).await?;
+        Ok((head[3], head[4], payload))
     }
 
     /// Reads until the server closes the connection; returns the error code of its GOAWAY, if it sent one.

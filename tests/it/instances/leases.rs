@@ -114,28 +114,6 @@ async fn change_of_a_lease_costs_no_read_of_the_others() {
     assert!(reads < 50 * LEASES, "{reads} reads of rows");
 }
 
-/// During a rolling update, an instance of the release 0.2.0 changes leases.
-#[tokio::test]
-async fn leases_of_the_first_release_are_recorded() {
-    const APPEND: &str = "SELECT orlop_append(1, epoch, orlop_server(), '{}', '{}', '{}', '{}', '{}', '{}', '{}', \
-            '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', $1, $2, $3, '{}', NULL, 1) \
-        FROM (SELECT value AS epoch FROM meta WHERE name = 'epoch') m";
-    let Some([(one, mut a), (_two, mut b)]) = instances().await else { return };
-    let mut database = connection(one.datastore().expect("a database")).await;
-    /// Leases that are granted, their TTLs, leases that are revoked, those that exist then.
-    type Row = (&'static [i64], &'static [i64], &'static [i64], &'static [i64]);
-    let table: [Row; 3] = [(&[7, 8], &[70, 80], &[], &[7, 8]), (&[], &[], &[7], &[8]), (&[9], &[90], &[8], &[9])];
-    for (granted, ttls, revoked, left) in table {
-        let append = sqlx::query_scalar(APPEND).bind(granted).bind(ttls).bind(revoked).fetch_one(&mut database);
-        let is_appended: bool = append.await.expect("the call succeeds");
-        assert!(is_appended, "{granted:?} {revoked:?}");
-        assert_eq!((ids(&mut a).await, ids(&mut b).await), (left.to_vec(), left.to_vec()));
-        let newest = "SELECT leases FROM lease_change JOIN meta ON name = 'epoch' AND epoch = value";
-        let changed: Vec<i64> = sqlx::query_scalar(newest).fetch_one(&mut database).await.expect("a record");
-        assert_eq!(changed, [revoked, granted].concat());
-    }
-}
-
 #[tokio::test]
 async fn changes_of_the_last_10000_epochs_are_kept() {
     const NOTE: &str = "SELECT orlop_note_leases(epoch, '{}') FROM generate_series(1000001, 1013000) AS epoch";

@@ -1,5 +1,5 @@
 //! A database with the schema of the release 0.2.0, which may still use it, is refused and not migrated. A server migrates
-//! it and logs that.
+//! it and logs that; an instance of the release that still runs can then no longer write.
 
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection, SqlStr, SqliteConnection,
@@ -126,4 +126,50 @@ async fn start_that_migrates_the_schema_beside_another_instance_warns_of_it() {
     let lines = migrations(&log);
     assert_eq!(lines.len(), 1, "{log}");
     assert!(["WARN", "stop the instance", "alice"].iter().all(|part| lines[0].contains(part)), "{log}");
+}
+
+/// An instance of the release checks no rights of users, and records neither changes of leases nor copies of rows.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn instance_of_the_first_release_cannot_write_after_the_migration() {
+    // What the release calls, and the SQLSTATE after the migration. After 0A000 the release fails a write at once; after 42883, an
+    // unknown function, it repeats an append for 7 seconds.
+    const CALLS: [(&str, &str); 4] = [
+        (
+            "SELECT orlop_append(head, epoch, orlop_server(), ARRAY['a'::bytea], ARRAY['v'::bytea], '{0}', '{1}', \
+                ARRAY[head + 1], '{0}', '{false}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{7}', '{60}', \
+                '{}', '{}', NULL, 1) \
+            FROM (SELECT coalesce(max(id), 1) AS head FROM kv_log) l, \
+                (SELECT value AS epoch FROM meta WHERE name = 'epoch') m",
+            "0A000",
+        ),
+        (
+            "SELECT orlop_alarm(head, epoch, orlop_server(), '', NULL, 1) \
+            FROM (SELECT coalesce(max(id), 1) AS head FROM kv_log) l, \
+                (SELECT value AS epoch FROM meta WHERE name = 'epoch') m",
+            "0A000",
+        ),
+        ("SELECT orlop_purge(orlop_server(), 1, '{2}', '{}', '{}')", "42883"),
+        ("SELECT orlop_beat(7, 'alice', '{}', 1)", "42883"),
+    ];
+    const STATE: &str = "SELECT concat_ws(' ', (SELECT json_agg(e) FROM kv_events e), (SELECT json_agg(l) FROM lease l), \
+        (SELECT json_agg(f ORDER BY f.name) FROM meta f), (SELECT json_agg(m) FROM member m))";
+    let Some(postgres) = Postgres::shared().await else { return };
+    let datastore = postgres.create_database_of_the_first_schema().await;
+    // A session that was open before keeps its prepared statements.
+    let mut older = PgConnection::connect(&datastore).await.expect("a database");
+    for (call, _) in CALLS {
+        sqlx::query(call).execute(&mut older).await.expect(call);
+    }
+    let mut server = Server::orlop_on(&datastore, &[]).await;
+    // A server that runs changes facts and members.
+    server.terminate().await;
+    let before: String = sqlx::query_scalar(STATE).fetch_one(&mut older).await.expect("a state");
+    assert!(before.starts_with(r#"[{"id":2,"sub":0,"key":"\\x61","#), "the release could append: {before}");
+    for (call, sqlstate) in CALLS {
+        let error = sqlx::query(call).execute(&mut older).await.expect_err(call);
+        let refusal = error.as_database_error().expect("an answer of Postgres");
+        assert_eq!(refusal.code().as_deref(), Some(sqlstate), "{call}: {refusal}");
+    }
+    let after: String = sqlx::query_scalar(STATE).fetch_one(&mut older).await.expect("a state");
+    assert_eq!(after, before);
 }

@@ -118,7 +118,7 @@ pub trait Inspect: ReadLog {
     /// Returns the name of the database for messages.
     fn name(&self) -> &str;
 
-    /// Returns the damage that the database finds in its file, at most `limit` texts.
+    /// Returns the damage that the database finds in its file, at most `limit` texts, or the indexes that its tables lack.
     async fn integrity(&self, depth: Depth, limit: usize) -> Result<Vec<String>>;
 
     async fn facts(&self) -> Result<Facts>;

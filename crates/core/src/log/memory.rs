@@ -35,6 +35,8 @@ struct State {
     is_shared: bool,
     /// Whether reads of values yield, as [`ReadLog::changes`] does.
     values_yield: bool,
+    /// Whether the return of space to the file system panics.
+    space_panics: bool,
     /// Number of pages of [`ReadLog::changes`] that were read.
     pages: usize,
     /// Number of rows whose values were read.
@@ -61,6 +63,11 @@ impl MemoryLog {
     /// Returns an empty log whose reads of values yield, so that a test can run other operations in between.
     pub fn with_yielding_values() -> Self {
         Self(Mutex::new(State { values_yield: true, ..State::default() }))
+    }
+
+    /// Returns an empty log that panics when it shall return space to the file system.
+    pub fn with_panicking_space() -> Self {
+        Self(Mutex::new(State { space_panics: true, ..State::default() }))
     }
 
     /// Returns the number of pages of [`ReadLog::changes`] that were read.
@@ -209,8 +216,11 @@ impl Log for MemoryLog {
     }
 
     async fn reclaim(&self, what: Reclaim<'_>) -> Result<Reclaimed> {
-        let Reclaim::Rows { rows, compacted, .. } = what else { return Ok(Reclaimed::All) };
         let mut state = self.0.lock();
+        let Reclaim::Rows { rows, compacted, .. } = what else {
+            assert!(!state.space_panics, "a test expects this panic");
+            return Ok(Reclaimed::All);
+        };
         state.rows.retain(|change| !rows.contains(&change.row));
         state.purged = state.purged.max(Some(compacted));
         Ok(Reclaimed::All)

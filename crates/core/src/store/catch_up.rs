@@ -280,9 +280,13 @@ impl Shared {
                 self.authority.set(auth);
             }
         });
-        // The instance that recorded the compaction deletes these rows, if it is alive.
-        *self.rows_left_to_others.lock() = replayed.garbage;
-        self.compaction_done.send_replace(compacted);
+        {
+            // The instance that recorded the compaction deletes these rows, if it is alive. Under one lock, so that the
+            // compactor does not take them for those of an earlier compaction.
+            let mut left = self.rows_left_to_others.lock();
+            *left = replayed.garbage;
+            self.compaction_done.send_replace(compacted);
+        }
         self.lease_deadline.notify_one();
         self.fill_tail().await
     }

@@ -92,12 +92,12 @@ fn elapsed_ms(since: Instant) -> f64 {
 pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
     let mut garbage = Vec::new();
     loop {
-        let Some(target) = shared.index.read().compact_revision() else { return };
+        let Some((target, recorded_by)) = shared.newest_compaction() else { return };
         if Some(target) <= *shared.compaction_done.borrow() {
             return;
         }
         // Without other instances nobody else deletes them, even if it is unknown who recorded the compaction.
-        let is_own = *shared.own_compaction.lock() == Some(target) || shared.members.is_alone();
+        let is_own = recorded_by == PurgeOwner::ThisInstance || shared.members.is_alone();
         let metrics = &shared.metrics.store;
         let begun = Instant::now();
         // The rows are deleted as those of this compaction, so they must not contain any of a later one.
@@ -110,8 +110,7 @@ pub(super) async fn compact(shared: &Shared, rate: CompactionRate) {
             yield_now().await;
         }
         metrics.index_compaction_pause.observe(elapsed_ms(begun));
-        let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
-        let before = *shared.compaction_done.borrow();
+        let (mut left, before) = shared.take_left_rows();
         let purged_on = *shared.purged_on.lock();
         if let Some(before) = before {
             purge(shared, rate, &mut left, before, PurgeOwner::OtherInstance).await;
@@ -195,9 +194,36 @@ impl Garbage {
 /// Deletes the rows of the newest compaction that another instance did not copy to the archive. That instance was killed.
 async fn purge_left_rows(shared: &Shared, rate: CompactionRate) {
     let (Some(history), Some(compacted)) = (&shared.history, *shared.compaction_done.borrow()) else { return };
-    if shared.members.is_leader() && history.lacks(compacted).await {
-        let mut left = std::mem::take(&mut *shared.rows_left_to_others.lock());
+    if shared.members.is_leader()
+        && history.lacks(compacted).await
+        && let (mut left, Some(compacted)) = shared.take_left_rows()
+    {
         purge(shared, rate, &mut left, compacted, PurgeOwner::OtherInstance).await;
+    }
+}
+
+impl Shared {
+    /// Notes that this instance is about to record a compaction. Returns false if it may have recorded the same one before.
+    pub(super) fn note_own_compaction(&self, revision: Revision) -> bool {
+        let mut own = self.own_compactions.lock();
+        if let Some(compacted) = self.index.read().compact_revision() {
+            *own = own.split_off(&compacted);
+        }
+        own.insert(revision)
+    }
+
+    /// Returns the newest compaction that is effective for reads, and who has to delete its rows.
+    fn newest_compaction(&self) -> Option<(Revision, PurgeOwner)> {
+        // Locked first: a later compaction removes this one only when the index has the later one.
+        let own = self.own_compactions.lock();
+        let newest = self.index.read().compact_revision()?;
+        Some((newest, if own.contains(&newest) { PurgeOwner::ThisInstance } else { PurgeOwner::OtherInstance }))
+    }
+
+    /// Takes the rows that were left to other instances, with their compaction.
+    fn take_left_rows(&self) -> (Vec<Superseded>, Option<Revision>) {
+        let mut left = self.rows_left_to_others.lock();
+        (std::mem::take(&mut *left), *self.compaction_done.borrow())
     }
 }
 

@@ -43,8 +43,8 @@ const SLOW_CONFIRM_MIN: Duration = Duration::from_millis(500);
 pub struct Store {
     pub(super) shared: Arc<Shared>,
     pub(super) queue: WriteQueue,
-    /// Queries of the database that concurrent requests share.
-    pub(super) queries: Queries,
+    /// Queries of the database that concurrent requests share; `None` if this process is the only one that uses the log.
+    pub(super) queries: Option<Queries>,
     /// Duration above which a request is slow.
     pub(super) slow_threshold: Duration,
     /// Durations of ranges: failed, successful.
@@ -79,10 +79,10 @@ impl Store {
     ///
     /// [`Error::Unavailable`] if the database does not answer within 7 seconds.
     pub async fn confirm(&self) -> Result<()> {
-        let Some(query) = &self.queries.position else { return Ok(()) };
+        let Some(queries) = &self.queries else { return Ok(()) };
         let metrics = &self.shared.metrics.store;
         let started = Instant::now();
-        let confirmed = query.query_retrying(()).await;
+        let confirmed = queries.position.query_retrying(()).await;
         trace::add_to_part(Part::Confirm, started.elapsed());
         if started.elapsed() > SLOW_CONFIRM_MIN {
             metrics.slow_confirms.inc();
@@ -124,8 +124,8 @@ impl Store {
     /// [`Error::Unavailable`] if the database does not answer within 3 s. Metrics and a status must not take longer than
     /// those who ask for them wait.
     pub async fn size(&self) -> Result<Size> {
-        let Some(query) = &self.queries.size else { return Ok(size(&self.shared).await?) };
-        match timeout(SIZE_MAX, query.query(())).await {
+        let Some(queries) = &self.queries else { return Ok(size(&self.shared).await?) };
+        match timeout(SIZE_MAX, queries.size.query(())).await {
             Ok(Some(size)) => Ok(size?),
             Ok(None) | Err(_) => Err(Error::Unavailable),
         }

@@ -9,10 +9,13 @@
 //! Orlop does so only after a compaction that the client waited for (`physical`). Computing a hash reads the whole
 //! history, which is too slow for each of Kubernetes' compactions. Beside other instances it does not: they do not have that
 //! hash, and the hash of a revision must be the same at all of them.
+//!
+//! A store computes one hash at a time, in steps: each reads the whole history and, after a compaction, keeps the row of
+//! every key in memory. Further calls wait for as long as their clients do, in the order of their arrival.
 
 use std::{collections::HashSet, future::ready, sync::Arc};
 
-use tokio::{task::yield_now, time::Instant};
+use tokio::time::Instant;
 
 use super::{
     error::{Error, Result},
@@ -25,6 +28,7 @@ use crate::{
     auth::Caller,
     index::{ReadAt, TreeIndex},
     log::{self, ReadLog, WithPrev},
+    overload::Steps,
     types::{Change, ChangeKind, EncodedKv, KeyRange, Revision, RowId, Version},
 };
 
@@ -43,6 +47,10 @@ pub struct Hashed {
 
 impl Store {
     /// Returns the hash of the pairs at a revision; `None`: at the head.
+    ///
+    /// # Cancel safety
+    ///
+    /// Cancel safe: a call that is dropped leaves the queue, or ends its computation.
     pub async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
         self.confirm().await?;
         self.shared.hash(revision).await
@@ -88,16 +96,15 @@ impl Store {
 }
 
 impl Shared {
-    /// Returns the hash of the pairs at a revision; `None`: at the head.
+    /// Returns the hash of the pairs at a revision; `None`: at the head. Waits while another hash is computed.
     async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
-        if revision.is_some() && revision == self.index.read().compact_revision() && self.members.is_alone() {
-            let stored = *self.hash_before_compaction.lock();
-            if let Some(stored) = stored.filter(|stored| Some(stored.revision) == revision) {
-                return Ok(stored);
-            }
-        }
+        let _computing = self.computing_hash.lock().await;
         let begun = Instant::now();
         let hashed = loop {
+            // The compaction at this revision may have been recorded while this call waited or computed.
+            if let Some(stored) = self.stored_hash(revision) {
+                return Ok(stored);
+            }
             // If a compaction changed the set of included rows meanwhile, the hash is computed again.
             if let Some(hashed) = self.hash_once(revision).await? {
                 break hashed;
@@ -105,6 +112,15 @@ impl Shared {
         };
         self.metrics.maintenance.hash_rev.observe(begun.elapsed().as_secs_f64());
         Ok(hashed)
+    }
+
+    /// Returns the hash that was stored for the compaction at this revision, if it is the newest one.
+    fn stored_hash(&self, revision: Option<Revision>) -> Option<Hashed> {
+        if revision.is_none() || revision != self.index.read().compact_revision() || !self.members.is_alone() {
+            return None;
+        }
+        let stored = *self.hash_before_compaction.lock();
+        stored.filter(|stored| Some(stored.revision) == revision)
     }
 
     /// Computes the hash, or returns `None` if a compaction interfered.
@@ -119,7 +135,7 @@ impl Shared {
             kept => kept?,
         };
         let log = &*self.log;
-        let Some(hash) = hash_rows(log, target, &kept).await? else {
+        let Some(hash) = hash_rows(log, target, &kept, Some(&self.steps)).await? else {
             // Another instance compacted; catching up applies its compaction.
             self.catch_up().await?;
             return Ok(None);
@@ -139,7 +155,7 @@ impl Shared {
             if after.is_none() {
                 return Ok(rows);
             }
-            yield_now().await;
+            self.steps.request().await;
         }
     }
 }
@@ -157,7 +173,7 @@ pub async fn of_log(
         ready(log::Result::Ok(rows))
     };
     let kept = Kept::new(target, compacted, live_rows).await?;
-    let hash = hash_rows(log, target, &kept).await?;
+    let hash = hash_rows(log, target, &kept, None).await?;
     let hash = hash.ok_or_else(|| log::Error::Unavailable("rows are being deleted".to_owned()))?;
     Ok(Hashed { hash, revision: target, compact_revision: compacted })
 }
@@ -203,11 +219,20 @@ impl Kept {
     }
 }
 
-/// Hashes the rows up to `target`. Returns `None` if some rows may have been deleted.
-async fn hash_rows(log: &dyn ReadLog, target: Revision, kept: &Kept) -> log::Result<Option<u32>> {
+/// Hashes the rows up to `target`. Returns `None` if some rows may have been deleted. Each page is a step of `steps`;
+/// `None`: this process serves no clients.
+async fn hash_rows(
+    log: &dyn ReadLog,
+    target: Revision,
+    kept: &Kept,
+    steps: Option<&Steps>,
+) -> log::Result<Option<u32>> {
     let mut hash = crc32c::crc32c(BUCKET);
     let mut next = Revision::EMPTY.next();
     while next <= target {
+        if let Some(steps) = steps {
+            steps.request().await;
+        }
         let page = log.changes(next, target, &KeyRange::all(), WithPrev::No).await?;
         if page.purged.is_some_and(|purged| purged > kept.compacted) {
             return Ok(None);
@@ -250,12 +275,36 @@ mod tests {
         },
     };
 
-    #[tokio::test(start_paused = true)]
-    async fn compaction_is_finished_although_its_client_gives_up() {
+    /// Returns a store with one pair, and the pair's revision.
+    async fn store_with_a_pair() -> (Store, Revision) {
         let store = Store::open(Arc::new(MemoryLog::default()), Settings::default()).await.unwrap();
         let value = PutValue::New("v".into());
         let put = PutRequest { key: "k".into(), value, lease: PutLease::Set(None), prev_kv: false };
         let revision = store.put(&Caller::Server, put).await.unwrap().revision;
+        (store, revision)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn hashes_are_computed_one_after_the_other() {
+        let (store, _) = store_with_a_pair().await;
+        let minute = Duration::from_secs(60);
+        let mut first = Box::pin(store.hash(None));
+        assert!(first.as_mut().now_or_never().is_none(), "the hash is being computed");
+        let mut second = Box::pin(store.hash(None));
+        let waiting = timeout(minute, second.as_mut()).await;
+        assert!(waiting.is_err(), "a second hash is computed at the same time: {waiting:?}");
+        let mut third = Box::pin(store.hash(None));
+        assert!(third.as_mut().now_or_never().is_none());
+        drop(first);
+        assert!(third.as_mut().now_or_never().is_none(), "the second call is served before the third one");
+        drop(second);
+        let hashed = timeout(minute, third).await.expect("calls that were dropped do not block others");
+        assert!(hashed.is_ok(), "{hashed:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn compaction_is_finished_although_its_client_gives_up() {
+        let (store, revision) = store_with_a_pair().await;
         let before = store.hash(Some(revision)).await.unwrap();
         let compacting = store.compact(&Caller::Server, revision, CompactionWait::ForRows);
         assert!(compacting.now_or_never().is_none(), "the hash is being computed");

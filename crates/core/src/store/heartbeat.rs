@@ -36,8 +36,8 @@ impl Store {
     /// Returns the live members that serve clients, refreshed from the database if it answers within 7 s. Callers that
     /// wait for a running refresh share the next one, so the list is never older than the call.
     pub async fn members(&self) -> Vec<Member> {
-        if let Some(query) = &self.queries.members {
-            let error = match timeout(WAIT_MAX, query.query(())).await {
+        if let Some(queries) = &self.queries {
+            let error = match timeout(WAIT_MAX, queries.members.query(())).await {
                 Ok(Some(Err(error))) => Some(error.to_string()),
                 // `None`: the store is being dropped.
                 Ok(Some(Ok(())) | None) => None,

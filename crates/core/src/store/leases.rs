@@ -70,9 +70,9 @@ impl Store {
         self.check_lease(caller, id).await?;
         let head = self.head();
         loop {
-            let renewal = match &self.queries.renewal {
+            let renewal = match &self.queries {
                 None => self.shared.leases.lock().renew(id, Instant::now()),
-                Some(renewals) => self.renew_in_log(renewals, id).await?,
+                Some(queries) => self.renew_in_log(&queries.renewal, id).await?,
             };
             match renewal {
                 Renewal::Renewed { ttl_secs } => {
@@ -135,7 +135,7 @@ impl Store {
         self.confirm().await?;
         self.shared.check_user(caller)?;
         let _list = self.shared.read_memory.list().await?;
-        if self.queries.renewal.is_some() {
+        if self.queries.is_some() {
             let expired = self.shared.leases.lock().expired(Instant::now(), usize::MAX);
             self.refresh_leases(&expired).await?;
         }
@@ -163,7 +163,7 @@ impl Store {
             // A renewed lease moves back, and others take its place.
             let unread: Vec<LeaseId> =
                 soonest.iter().map(|lease| lease.id).filter(|id| refreshed.insert(*id)).collect();
-            if self.queries.renewal.is_none() || unread.is_empty() {
+            if self.queries.is_none() || unread.is_empty() {
                 break;
             }
             self.refresh_leases(&unread).await?;

@@ -46,6 +46,17 @@ use crate::{
     watchdog::Watchdog,
 };
 
+/// Why a process opens a store.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Role {
+    /// To serve clients.
+    #[default]
+    Server,
+    /// For a command in the same process. Leases do not end when their time is over. The alarm of the quota is neither
+    /// raised nor cleared, because a command does not know the quota of the servers.
+    Local,
+}
+
 /// The settings of a store.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -66,10 +77,7 @@ pub struct Settings {
     /// Whether the writer polls the commit of a single client instead of sleeping. This needs another core for the
     /// database.
     pub busy_poll: bool,
-    /// Whether leases end when their time is over. A process that only looks ends none.
-    pub expires_leases: bool,
-    /// Whether the alarm of the quota is raised and cleared. A process that only looks does not know the quota of the servers.
-    pub changes_alarms: bool,
+    pub role: Role,
     /// Keeps compacted rows; `None`: they are only deleted.
     pub history: Option<HistorySettings>,
     pub saving: Saving,
@@ -97,8 +105,7 @@ impl Default for Settings {
             auto_compaction: None,
             compaction: CompactionRate::default(),
             busy_poll: false,
-            expires_leases: true,
-            changes_alarms: true,
+            role: Role::default(),
             history: None,
             saving: Saving::default(),
             progress: Arc::default(),
@@ -150,10 +157,8 @@ impl Store {
             vital("the compactor", compactor::run(Arc::clone(&shared), settings.compaction, garbage, stopped.clone())),
             vital("the check of pages", pages.watch(Arc::clone(&shared), queue.clone(), stopped.clone())),
         ];
-        if settings.changes_alarms {
+        if settings.role == Role::Server {
             tasks.push(vital("the quota task", quota::run(Arc::clone(&shared), queue.clone(), stopped.clone())));
-        }
-        if settings.expires_leases {
             tasks.push(vital("the expiry of leases", expiry::run(Arc::clone(&shared), queue.clone(), stopped.clone())));
         }
         if shared.log.saved_index().is_some() {
@@ -210,6 +215,7 @@ impl Shared {
             compaction_done,
             hash_before_compaction: Mutex::default(),
             hashing: Arc::default(),
+            computing_hash: tokio::sync::Mutex::default(),
             leases,
             index,
             values: ValueCache::new(settings.value_cache_bytes),
@@ -217,7 +223,7 @@ impl Shared {
             steps,
             lease_deadline: Notify::new(),
             compaction: Notify::new(),
-            own_compaction: Mutex::default(),
+            own_compactions: Mutex::default(),
             purged_on: Mutex::default(),
             rows_left_to_others: Mutex::default(),
             sizes: SizesCache::default(),

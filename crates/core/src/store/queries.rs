@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout};
 
 use super::{shared::Shared, shared_query::SharedQuery, tasks::vital};
 use crate::{
-    log::{Error, LoggedLease, Precision, Result, Size, Touch},
+    log::{Error, LoggedLease, Precision, Result, SharedLog, Size, Touch},
     types::LeaseId,
     watchdog::Pulse,
 };
@@ -15,29 +15,33 @@ use crate::{
 /// Maximum time to determine the size of the database.
 pub(super) const SIZE_MAX: Duration = Duration::from_secs(3);
 
-/// The shared queries.
+/// The shared queries of a log that several instances append to.
 pub(super) struct Queries {
-    /// Catches up with the log. `None` if this process is the only one that uses the log: it is always up to date.
-    pub(super) position: Option<SharedQuery<(), Result<()>>>,
-    /// Renews leases in the log. `None` if deadlines are kept only in memory.
-    pub(super) renewal: Option<SharedQuery<LeaseId, Result<Option<LoggedLease>>>>,
-    /// Refreshes the list of live members. `None` if no other instance can use the log.
-    pub(super) members: Option<SharedQuery<(), Result<()>>>,
-    /// Determines the size of the database. `None` if only this process uses the log, whose size takes microseconds.
-    pub(super) size: Option<SharedQuery<(), Result<Size>>>,
+    /// Catches up with the log.
+    pub(super) position: SharedQuery<(), Result<()>>,
+    /// Renews leases in the log.
+    pub(super) renewal: SharedQuery<LeaseId, Result<Option<LoggedLease>>>,
+    /// Refreshes the list of live members.
+    pub(super) members: SharedQuery<(), Result<()>>,
+    /// Determines the size of the database.
+    pub(super) size: SharedQuery<(), Result<Size>>,
 }
 
 impl Queries {
-    /// Starts the tasks, which run until the queries are dropped.
-    pub(super) fn start(shared: &Arc<Shared>) -> Self {
-        let is_shared = shared.log.shared().is_some();
-        Self {
-            position: is_shared.then(|| position_query(Arc::clone(shared))),
-            renewal: is_shared.then(|| renewal_query(Arc::clone(shared))),
-            members: is_shared.then(|| members_query(Arc::clone(shared))),
-            size: is_shared.then(|| size_query(Arc::clone(shared))),
-        }
+    /// Starts the tasks, which run until the queries are dropped. Returns `None` if this process is the only one that uses
+    /// the log: then the index is up to date, deadlines of leases are in memory only, and the size takes microseconds.
+    pub(super) fn start(shared: &Arc<Shared>) -> Option<Self> {
+        shared.log.shared().is_some().then(|| Self {
+            position: position_query(Arc::clone(shared)),
+            renewal: renewal_query(Arc::clone(shared)),
+            members: members_query(Arc::clone(shared)),
+            size: size_query(Arc::clone(shared)),
+        })
     }
+}
+
+fn shared_log(shared: &Shared) -> &dyn SharedLog {
+    shared.log.shared().expect("these queries are started only for a log that several instances append to")
 }
 
 /// Starts the task of a query that has one answer for all callers.
@@ -64,12 +68,7 @@ fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
     let pulse = Arc::clone(&shared.pulses.heads);
     query_for_all("the query for the log's position", pulse, move || {
         let shared = Arc::clone(&shared);
-        async move {
-            match shared.log.shared() {
-                Some(log) => shared.reach_head(log).await,
-                None => Ok(()),
-            }
-        }
+        async move { shared.reach_head(shared_log(&shared)).await }
     })
 }
 
@@ -78,12 +77,7 @@ fn position_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
 fn members_query(shared: Arc<Shared>) -> SharedQuery<(), Result<()>> {
     query_for_all("the query for the members", Arc::default(), move || {
         let shared = Arc::clone(&shared);
-        async move {
-            match shared.log.shared() {
-                Some(log) => shared.beat(log).await.map(drop),
-                None => Ok(()),
-            }
-        }
+        async move { shared.beat(shared_log(&shared)).await.map(drop) }
     })
 }
 
@@ -111,13 +105,12 @@ fn renewal_query(shared: Arc<Shared>) -> SharedQuery<LeaseId, Result<Option<Logg
         move |ids: Vec<LeaseId>| {
             let shared = Arc::clone(&shared);
             async move {
-                let Some(log) = shared.log.shared() else { return vec![Ok(None); ids.len()] };
                 // Several waiting requests may renew the same lease.
                 let mut distinct = ids.clone();
                 distinct.sort_unstable();
                 distinct.dedup();
                 let queried_at = Instant::now();
-                match log.leases(&distinct, Touch::Renew).await {
+                match shared_log(&shared).leases(&distinct, Touch::Renew).await {
                     Ok(found) => {
                         // A deadline is set relative to the current time, so it is set before the responses are sent.
                         shared.set_lease_deadlines(&found, queried_at);

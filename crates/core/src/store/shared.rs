@@ -1,6 +1,6 @@
 //! The state that the writer, the readers and the background tasks share.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use tokio::sync::{Notify, watch};
 
@@ -56,12 +56,14 @@ pub(super) struct Shared {
     pub(super) lease_deadline: Notify,
     /// Notified when there is something to compact.
     pub(super) compaction: Notify,
-    /// The newest compaction that this instance recorded, or may have recorded, and whose rows it therefore deletes.
-    pub(super) own_compaction: Mutex<Option<Revision>>,
+    /// The compactions that this instance recorded, may have recorded or is recording, and whose rows it therefore deletes.
+    /// Those below the compact revision of the index are removed when the next one is added. Taken before the index.
+    pub(super) own_compactions: Mutex<BTreeSet<Revision>>,
     /// The server ([`Position::server`](crate::log::Position::server)) from which compacted rows were deleted last; `None`
     /// until the rows that the start found are deleted, and while others are.
     pub(super) purged_on: Mutex<Option<i64>>,
-    /// Rows that the newest compaction made unreadable and that another instance has to delete.
+    /// Rows that the compaction at `compaction_done` made unreadable and that another instance has to delete. Taken before the
+    /// lock of `compaction_done`, where both are read or replaced.
     pub(super) rows_left_to_others: Mutex<Vec<Superseded>>,
     /// Keeps compacted rows; `None`: they are only deleted.
     pub(super) history: Option<HistoryKeeper>,
@@ -71,6 +73,8 @@ pub(super) struct Shared {
     pub(super) hash_before_compaction: Mutex<Option<Hashed>>,
     /// Held by the compaction for which that hash is computed, until it is recorded.
     pub(super) hashing: Arc<tokio::sync::Mutex<()>>,
+    /// Held while a hash is computed. Acquired after `hashing`, and before the lock of catching up.
+    pub(super) computing_hash: tokio::sync::Mutex<()>,
     pub(super) sizes: SizesCache,
     /// Held by the running defragmentation.
     pub(super) defragmenting: Arc<tokio::sync::Mutex<()>>,

@@ -27,7 +27,7 @@ mod recovery;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::VecDeque, mem::Discriminant, sync::Arc, time::Duration};
+use std::{collections::VecDeque, future::ready, mem::Discriminant, sync::Arc, time::Duration};
 
 use tokio::{
     sync::{Notify, mpsc},
@@ -138,18 +138,22 @@ impl Writer {
         if self.pending.is_empty() {
             self.fetched = Fetched::new();
         }
-        while self.pending.is_empty() {
-            self.shared.pulses.writer.rest();
+        loop {
+            if self.pending.is_empty() {
+                self.shared.pulses.writer.rest();
+            }
             tokio::select! {
                 biased;
-                command = self.commands.recv() => match command {
-                    Some(command) => self.enqueue(command),
-                    None => return false,
-                },
+                // First, and also while requests are pending: clients that always have one waiting do not delay a stop.
                 () = self.close.notified(), if !self.is_closed => {
                     self.commands.close();
                     self.is_closed = true;
                 }
+                () = ready(()), if !self.pending.is_empty() => break,
+                command = self.commands.recv() => match command {
+                    Some(command) => self.enqueue(command),
+                    None => return false,
+                },
             }
         }
         self.shared.pulses.writer.beat();

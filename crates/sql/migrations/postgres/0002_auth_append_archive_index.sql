@@ -1,7 +1,7 @@
 -- Users and roles, appends behind changes of other instances, the record of changed leases, the archive, and the saved index.
 --
--- Instances of the release 0.2.0, which knows only the first migration, continue to work while other instances use this schema: the functions
--- that they call have the same parameters and results as before.
+-- No instance of the release 0.2.0, which knows only the first migration, may run beside others that use this schema. One that
+-- was not stopped can no longer write: see orlop_append.
 
 -- Users. Their roles determine what they may do.
 CREATE TABLE auth_user (
@@ -50,8 +50,7 @@ INSERT INTO auth_token_key (key) VALUES (uuid_send(gen_random_uuid()) || uuid_se
 
 -- Identifies the log: the run of the server, and the table. The number changes when the table is created again, and not
 -- by VACUUM FULL, CLUSTER or REINDEX. An instance that finds another number than before compares the end of the log.
--- Instances that run during this migration do so once, and then continue. The functions that append contain the
--- expression, because a call would take 3 µs.
+-- The functions that append contain the expression, because a call would take 3 µs.
 CREATE OR REPLACE FUNCTION orlop_server() RETURNS bigint LANGUAGE sql AS $$
     SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint # ('kv_log'::regclass::oid::bigint << 20)
 $$;
@@ -76,6 +75,29 @@ BEGIN
 END
 $$;
 
+-- The functions that an instance of the release 0.2.0 calls to write. Such an instance checks no rights of users, and records
+-- neither changes of leases nor copies of rows. So from this migration on its appends, its deletions of rows and its heartbeats
+-- fail; it can still read, and renew leases. Without heartbeats it is no longer a member: it could be the leader, and nobody
+-- else would compact by schedule.
+--
+-- orlop_append remains, and fails, as does orlop_alarm, which calls it. 0.2.0 fails a write at once if it receives this SQLSTATE,
+-- and repeats it for 7 s if the function does not exist.
+DROP FUNCTION orlop_append, orlop_purge;
+
+ALTER FUNCTION orlop_beat RENAME TO orlop_heartbeat;
+
+CREATE FUNCTION orlop_append(
+    bigint, bigint, bigint,
+    bytea[], bytea[], bigint[], bigint[], bigint[], bigint[], boolean[],
+    bigint[], bigint[], bytea[], bytea[], bigint[], bigint[], bigint[], bigint[], boolean[],
+    bigint[], bigint[], bigint[], bigint[], bigint, bigint
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE 'a newer version of Orlop has migrated the database: stop this instance, which can no longer write'
+        USING ERRCODE = 'feature_not_supported';
+END
+$$;
+
 -- Compare-and-append. Adds everything and returns true if the log is at the expected position. Otherwise it adds nothing
 -- and returns false, also if a lease to expire was renewed.
 --
@@ -83,7 +105,7 @@ $$;
 -- that they committed: a VOLATILE function takes a snapshot for each of its statements, but only at READ COMMITTED.
 -- The comparison with the head, instead of the primary key, refuses an instance that was paused until the rows above
 -- its head had been written and compacted away.
-CREATE OR REPLACE FUNCTION orlop_append(
+CREATE FUNCTION orlop_append_at(
     expected_head bigint, expected_epoch bigint, expected_server bigint,
     keys bytea[], vals bytea[], leases bigint[], versions bigint[], creates bigint[], prevs bigint[], deletes boolean[],
     more_ids bigint[], more_subs bigint[], more_keys bytea[], more_vals bytea[], more_leases bigint[],
@@ -97,7 +119,7 @@ DECLARE
     due    bigint;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE 'orlop_append needs transaction isolation read committed, not %', current_setting('transaction_isolation');
+        RAISE 'orlop_append_at needs transaction isolation read committed, not %', current_setting('transaction_isolation');
     END IF;
     PERFORM pg_advisory_xact_lock((1869771888::bigint << 32) | 'kv_log'::regclass::oid::bigint);
     SELECT (SELECT coalesce(max(l.id), 1) FROM kv_log l), (SELECT m.value FROM meta m WHERE m.name = 'epoch'),
@@ -148,8 +170,26 @@ BEGIN
 END
 $$;
 
--- The same as orlop_append, also behind changes of other instances. An instance without others calls orlop_append, which
--- takes less time.
+-- As orlop_append_at, for a fact: it is set or, without a value, removed.
+CREATE FUNCTION orlop_set_fact(
+    expected_head bigint, expected_epoch bigint, expected_server bigint, fact text, fact_value bigint, own_run bigint
+) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+    IF NOT orlop_append_at(expected_head, expected_epoch, expected_server, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
+        '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', NULL, own_run) THEN
+        RETURN false;
+    END IF;
+    DELETE FROM meta WHERE name = fact;
+    IF fact_value IS NOT NULL THEN
+        INSERT INTO meta (name, value) VALUES (fact, fact_value);
+    END IF;
+    UPDATE meta SET value = value + 1 WHERE name = 'epoch';
+    RETURN true;
+END
+$$;
+
+-- The same as orlop_append_at, also behind changes of other instances. An instance without others calls orlop_append_at,
+-- which takes less time.
 --
 -- Returns no row and adds nothing if the log is not at the expected position, unless all appends since then were
 -- changes of keys, none of which the caller looked at. Then it adds the caller's rows behind them: each revision above
@@ -393,19 +433,6 @@ BEGIN
     DELETE FROM kv_log l WHERE l.id = ANY (ids) AND l.id <= compacted;
     DELETE FROM kv_log_more l USING unnest(more_ids, more_subs) AS m (id, sub)
     WHERE l.id = m.id AND l.sub = m.sub AND l.id <= compacted;
-    RETURN true;
-END
-$$;
-
--- Called only by instances of the release 0.2.0, which knows no archive: the rows were not copied.
-CREATE OR REPLACE FUNCTION orlop_purge(
-    expected_server bigint, compacted bigint, ids bigint[], more_ids bigint[], more_subs bigint[]
-) RETURNS boolean LANGUAGE plpgsql AS $$
-BEGIN
-    IF NOT orlop_purge_copied(expected_server, compacted, ids, more_ids, more_subs) THEN
-        RETURN false;
-    END IF;
-    UPDATE meta SET value = compacted WHERE name = 'archive_first' AND value < compacted;
     RETURN true;
 END
 $$;

@@ -29,15 +29,15 @@ use orlop_core::{
     types::{Change, ChangeKind, LeaseId, Revision, RowId},
 };
 
-const APPEND: &str = "SELECT orlop_append($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
+const APPEND: &str = "SELECT orlop_append_at($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, \
     $18, $19, $20, $21, $22, $23, $24, $25)";
 /// Returns rows, see [`appended`].
 const APPEND_BEHIND: &str = "SELECT * FROM orlop_append_behind($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, \
     $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27, $28)";
 /// Sets or removes any fact.
-const FACT: &str = "SELECT orlop_alarm($1, $2, $3, $4, $5, $6)";
+const FACT: &str = "SELECT orlop_set_fact($1, $2, $3, $4, $5, $6)";
 /// No fact has the empty name, so this changes only the epoch.
-const ADVANCE_EPOCH: &str = "SELECT orlop_alarm($1, $2, $3, '', NULL, $4)";
+const ADVANCE_EPOCH: &str = "SELECT orlop_set_fact($1, $2, $3, '', NULL, $4)";
 /// For the transaction, in milliseconds. The server waits for the statement while the instance encodes and sends its rows.
 const SET_TIMEOUTS: &str = "SELECT set_config('statement_timeout', $1, true), \
     set_config('idle_in_transaction_session_timeout', $1, true)";

@@ -11,7 +11,7 @@ use super::{
     connect_error::{is_final, lacks_resources},
     pool::{Pool, Pooled},
     primary::{Found, Generation, Primary},
-    schema::{Older, check_settings, quoted, refuse_other_tables, warn_of_rights},
+    schema::{Older, check_settings, quoted, refuse_missing_keys, refuse_other_tables, warn_of_rights},
 };
 use crate::{
     Durability,
@@ -260,6 +260,11 @@ impl Database {
     pub(super) async fn migrate(&self, connection: &mut PgConnection) -> Result<()> {
         refuse_other_tables(self, connection).await?;
         let owner = check_settings(self, connection).await?;
+        // Before the migration, which would write to a database that is being restored. Without an owner, the tables are new,
+        // or `kv_log` is that of another store.
+        if owner.is_some() {
+            refuse_missing_keys(self, connection).await?;
+        }
         // If it cannot be read, the migration fails with the remedy.
         let older = Older::read(self, connection).await.unwrap_or_default();
         let migrated = migrations::postgres().run(&mut *connection).await;

@@ -61,7 +61,8 @@ pub(super) enum HostOrder {
 pub(super) struct Host {
     /// `HOST:PORT` or the folder of a socket, for messages. With `hostaddr`, the address.
     pub(super) name: String,
-    /// The URL with this host alone. It may contain a password.
+    /// The URL with this host alone. It may contain a password. Without one in the URL or in `PGPASSWORD` it contains an
+    /// empty one.
     pub(super) url: String,
     /// As the URL names it: the host in a file of passwords.
     pub(super) listed: String,
@@ -77,9 +78,9 @@ pub(super) struct Hosts {
     pub(super) order: HostOrder,
     /// Maximum time to connect to one host.
     pub(super) connect_timeout: Duration,
-    /// A file with passwords, if no password has been set otherwise.
+    /// The file with passwords that the URL names, if it is to be read.
     pub(super) passfile: Option<PathBuf>,
-    /// Whether the URL or `PGPASSWORD` has a password, so that no file is read.
+    /// Whether the URL or `PGPASSWORD` has a password that is not empty, so that no file is read.
     pub(super) has_password: bool,
     pub(super) tls_files: TlsFiles,
 }
@@ -109,8 +110,9 @@ struct Own {
     connect_timeout: Option<String>,
     passfile: Option<String>,
     channel_binding: Option<String>,
-    has_password: bool,
-    // These three are also sqlx's.
+    // These four are also sqlx's.
+    /// Whether the parameter `password` has a value, if it is there.
+    has_password: Option<bool>,
     ssl_mode: Option<String>,
     has_root_certificate: bool,
     tls_files: Vec<TlsFile>,
@@ -165,11 +167,17 @@ impl Hosts {
         check_target(own.target_session_attrs.or_else(|| environment.get("PGTARGETSESSIONATTRS")))?;
         let order = order(own.load_balance_hosts.or_else(|| environment.get("PGLOADBALANCEHOSTS")))?;
         let connect_timeout = connect_timeout(own.connect_timeout.or_else(|| environment.get("PGCONNECT_TIMEOUT")))?;
-        let has_password =
-            own.has_password || user.is_some_and(|user| user.contains(':')) || environment.get("PGPASSWORD").is_some();
+        let has_password = own.has_password.unwrap_or_else(|| {
+            let written = user.and_then(|user| user.split_once(':'));
+            written.is_some_and(|(_, password)| !password.is_empty()) || environment.get("PGPASSWORD").is_some()
+        });
+        if !has_password {
+            // Without it, sqlx would look for a password in files, and log their malformed lines as they are. For a login,
+            // sqlx treats an empty password like none.
+            passed.push_str("password=&");
+        }
         let user = user.map_or_else(String::new, |user| format!("{user}@"));
-        // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user. It
-        // looks for the parameter's host in `PGPASSFILE`.
+        // sqlx lets the parameters override the host of the authority, which must not be empty if there is a user.
         let url = |host: &str, port: u16| {
             format!("{scheme}://{user}host{path}?{passed}host={}&port={port}", utf8_percent_encode(host, ENCODED))
         };
@@ -202,9 +210,9 @@ fn divide(query: &str) -> Result<(Own, String), String> {
         match own.place(name) {
             Some(place) => *place = Some(percent_decode(value).ok_or_else(|| format!("{name} is not UTF-8"))?),
             None => {
-                own.has_password |= name == "password";
-                // sqlx has several names for these.
+                // sqlx has several names for some of these.
                 match name {
+                    "password" => own.has_password = Some(!value.is_empty()),
                     "sslmode" | "ssl-mode" => own.ssl_mode = percent_decode(value),
                     "sslrootcert" | "ssl-root-cert" | "ssl-ca" => own.has_root_certificate = !value.is_empty(),
                     _ => {}

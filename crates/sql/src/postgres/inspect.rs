@@ -6,6 +6,7 @@ use sqlx::PgConnection;
 use super::{
     connection::{Database, sqlstate},
     read::replay_rows,
+    schema::missing_indexes,
     space,
     view::PostgresView,
 };
@@ -46,9 +47,12 @@ impl Inspect for PostgresView {
         self.database.name()
     }
 
-    /// Returns no inconsistencies: Postgres verifies pages when it reads them, and further checks require an extension.
+    /// Returns the primary keys and indexes that are missing. Postgres verifies pages when it reads them, and further checks
+    /// require an extension.
     async fn integrity(&self, _: Depth, _: usize) -> Result<Vec<String>> {
-        Ok(Vec::new())
+        let connection = &mut *self.connection().await?;
+        let missing = self.try_limited(missing_indexes(connection)).await.map_err(|error| self.unreadable(error))?;
+        Ok(missing.iter().map(ToString::to_string).collect())
     }
 
     async fn facts(&self) -> Result<Facts> {

@@ -1,8 +1,9 @@
-//! The file that the URL's parameter `passfile` names, in the form of libpq's `.pgpass`. It is read at each connection,
-//! so a changed password needs no restart.
+//! Files of passwords in the form of libpq's `.pgpass`: the one that the URL's parameter `passfile` names, or else
+//! `PGPASSFILE` and `~/.pgpass`. They are read at each connection, so a changed password needs no restart. No line of them
+//! is ever logged. sqlx, which would log malformed lines, reads none (see [`super::hosts`]).
 //!
-//! As with libpq, other users must not be able to read the file. A file of root that only its group can read is also
-//! accepted, as Postgres accepts it for keys: Kubernetes mounts Secrets in this form.
+//! As with libpq, other users must not be able to read a file. If `passfile` names a file of root that only its group can
+//! read, it is also accepted, as Postgres accepts it for keys: Kubernetes mounts Secrets in this form.
 
 use std::{
     fs, io,
@@ -11,10 +12,6 @@ use std::{
 };
 
 use tracing::warn;
-
-/// The target of sqlx's log about files of passwords. sqlx warns at each connection of a file that it cannot use, and logs
-/// malformed lines of it.
-pub const PASSWORD_FILES_TARGET: &str = "sqlx_postgres::options::pgpass";
 
 /// The connection for which a password is wanted.
 #[derive(Clone, Copy)]
@@ -25,7 +22,7 @@ pub(super) struct Wanted<'a> {
     pub(super) user: &'a str,
 }
 
-/// Returns the password of the first line that matches.
+/// Returns the password of the first line that matches in the file that `passfile` names.
 ///
 /// # Errors
 ///
@@ -41,19 +38,33 @@ pub(super) fn password(file: &Path, wanted: Wanted<'_>) -> io::Result<Option<Str
     Ok(find(&fs::read_to_string(file).map_err(named)?, wanted))
 }
 
-/// Warns of files that sqlx reads and cannot use, `PGPASSFILE` and `~/.pgpass`. The server's log lacks sqlx's own warnings
-/// ([`PASSWORD_FILES_TARGET`]).
+/// Returns the password of the first line that matches in `PGPASSFILE`, or else in `~/.pgpass`. Ignores files that cannot be
+/// used, of which [`warn_of_unusable`] warns.
+pub(super) fn usual_password(wanted: Wanted<'_>) -> Option<String> {
+    usual_files().filter(|file| unusable(file).is_none()).find_map(|file| {
+        // The lines of other connections may be in another encoding.
+        let text = fs::read(file).ok()?;
+        find(&String::from_utf8_lossy(&text), wanted)
+    })
+}
+
+/// Warns of files that [`usual_password`] ignores.
 pub(super) fn warn_of_unusable() {
-    let named = std::env::var_os("PGPASSFILE").map(PathBuf::from);
-    let usual = std::env::home_dir().map(|home| home.join(".pgpass"));
-    for file in named.into_iter().chain(usual) {
+    for file in usual_files() {
         if let Some(reason) = unusable(&file) {
             warn!(file = %file.display(), reason, "cannot use the file of passwords");
         }
     }
 }
 
-/// Returns why sqlx cannot use a file, if it exists.
+/// Returns `PGPASSFILE` and `~/.pgpass`, which need not exist.
+fn usual_files() -> impl Iterator<Item = PathBuf> {
+    let named = std::env::var_os("PGPASSFILE").map(PathBuf::from);
+    let usual = std::env::home_dir().map(|home| home.join(".pgpass"));
+    named.into_iter().chain(usual)
+}
+
+/// Returns why a usual file cannot be used, if it exists.
 fn unusable(file: &Path) -> Option<String> {
     match fs::File::open(file).and_then(|file| file.metadata()) {
         Ok(metadata) if metadata.mode() & 0o077 == 0 => None,
@@ -103,7 +114,7 @@ mod tests {
     const WANTED: Wanted<'_> = Wanted { host: "a", port: 5432, database: "db", user: "u" };
 
     #[test]
-    fn file_that_sqlx_ignores_is_warned_of() {
+    fn usual_file_that_others_can_read_is_not_used() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("pgpass");
         assert_eq!(unusable(&file), None);

@@ -45,6 +45,8 @@ use orlop_core::log::{Error, Result};
 const HEAD_START: Duration = Duration::from_millis(250);
 /// Time for the other hosts to answer after one primary has answered.
 const GRACE: Duration = Duration::from_secs(1);
+/// Minimum interval between two messages about the same refusal.
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// What a server reports about itself. One round trip; it fails on no standby, so that standbys do not log errors.
 const IDENTITY: &str = "SELECT pg_is_in_recovery()::text, current_setting('transaction_read_only'), \
@@ -103,8 +105,23 @@ struct Known {
     system: Option<String>,
     /// The hosts whose servers do not report their timelines. They would log an error for each connection.
     without_timeline: HashSet<usize>,
-    /// The last refusal that was logged; a repeated one is not.
-    refusal: String,
+    /// The last refusal that was logged since a server was accepted, and when.
+    refusal: Option<(String, Instant)>,
+}
+
+impl Known {
+    /// Takes note of a refusal. Returns whether to log it: if it differs from the last one, and again after
+    /// [`REFUSAL_LOG_INTERVAL`], because nothing is served until somebody acts on it.
+    fn is_refusal_due(&mut self, refusal: String, now: Instant) -> bool {
+        let is_due = self
+            .refusal
+            .as_ref()
+            .is_none_or(|(last, logged)| *last != refusal || now.duration_since(*logged) >= REFUSAL_LOG_INTERVAL);
+        if is_due {
+            self.refusal = Some((refusal, now));
+        }
+        is_due
+    }
 }
 
 /// The search for the primary, and what is known from earlier searches.
@@ -245,10 +262,8 @@ impl Primary {
         let name = &self.host(host).name;
         let mut known = self.known.lock();
         if let Some(refusal) = refusal((&known.system, known.highest), (&system, timeline)) {
-            let text = format!("{name}: {refusal}");
-            if known.refusal != text {
+            if known.is_refusal_due(format!("{name}: {refusal}"), Instant::now()) {
                 warn!(host = name, "a server was refused: {refusal}");
-                known.refusal = text;
             }
             return Err(refusal);
         }
@@ -270,7 +285,7 @@ impl Primary {
         }
         known.last = Some(current);
         known.highest = known.highest.max(timeline);
-        known.refusal.clear();
+        known.refusal = None;
         Ok(Found { connection, generation: self.generation(), options })
     }
 
@@ -322,16 +337,21 @@ impl Primary {
         opened.map_err(explained)
     }
 
-    /// Reads the file that the parameter `passfile` names. sqlx reads `PGPASSFILE` and `~/.pgpass`.
+    /// Sets the password from a file, unless the URL or `PGPASSWORD` has one.
     fn with_password(&self, host: usize, options: PgConnectOptions) -> sqlx::Result<PgConnectOptions> {
-        let Some(file) = &self.hosts.passfile else { return Ok(options) };
+        if self.hosts.has_password {
+            return Ok(options);
+        }
         let wanted = passfile::Wanted {
             host: options.get_socket().map_or(self.host(host).listed.as_str(), |_| "localhost"),
             port: options.get_port(),
             database: options.get_database().unwrap_or_else(|| options.get_username()),
             user: options.get_username(),
         };
-        let password = passfile::password(file, wanted)?;
+        let password = match &self.hosts.passfile {
+            Some(file) => passfile::password(file, wanted)?,
+            None => passfile::usual_password(wanted),
+        };
         Ok(password.into_iter().fold(options, |options, password| options.password(&password)))
     }
 
@@ -420,7 +440,8 @@ impl fmt::Display for Refusal {
             ),
             Self::Older(found, highest) => write!(
                 f,
-                "the server is a former primary: its timeline is {}, but the current primary's is {}",
+                "the server is a former primary: its timeline is {}, but the current primary's is {}; if a backup of an \
+                 earlier time was restored, restart this instance",
                 found.0, highest.0
             ),
         }
@@ -430,51 +451,4 @@ impl fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 #[cfg(test)]
-mod tests {
-    use sqlx::ConnectOptions as _;
-
-    use super::{Primary, Refusal, Timeline, refusal};
-
-    #[test]
-    fn password_in_a_file_is_that_of_the_listed_host() {
-        let file = tempfile::NamedTempFile::new().expect("a file");
-        let lines = "192.0.2.1:*:*:*:ofaddress\ndb.example:*:*:*:ofname\n";
-        std::fs::write(&file, lines).expect("it can be written");
-        for (host, password) in [("db.example", "ofname"), ("", "ofaddress")] {
-            let url = format!("postgres://{host}/db?user=u&hostaddr=192.0.2.1&passfile={}", file.path().display());
-            let primary = Primary::new(&url).expect("it is valid");
-            let options = primary.parse(0).and_then(|options| primary.with_password(0, options));
-            let options = options.expect("the file can be read");
-            assert_eq!(options.get_host(), "192.0.2.1", "{url}");
-            assert_eq!(options.to_url_lossy().password(), Some(password), "{url}");
-        }
-    }
-
-    #[test]
-    fn plus_in_a_parameter_is_a_plus() {
-        let primary = Primary::new("postgres://a/db?user=u&password=a+b").expect("it is valid");
-        let options = primary.parse(0).expect("it is valid");
-        assert_eq!(options.to_url_lossy().password(), Some("a%2Bb"));
-    }
-
-    #[test]
-    fn former_primary_and_other_cluster_are_refused() {
-        let older = |found, highest| Some(Refusal::Older(Timeline(found), Timeline(highest)));
-        let other = |found: &str, expected: &str| Some(Refusal::OtherSystem(expected.to_owned(), found.to_owned()));
-        // 0 and an empty identifier: not known, or not reported.
-        for (known, server, expected) in [
-            (("", 0), ("s", 3), None),
-            (("s", 3), ("s", 3), None),
-            (("s", 3), ("s", 4), None),
-            (("s", 3), ("s", 2), older(2, 3)),
-            (("s", 3), ("t", 3), other("t", "s")),
-            (("s", 3), ("t", 4), other("t", "s")),
-            (("s", 3), ("", 0), None),
-            (("", 3), ("t", 2), older(2, 3)),
-        ] {
-            let system = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
-            let found = refusal((&system(known.0), Timeline(known.1)), (&system(server.0), Timeline(server.1)));
-            assert_eq!(found, expected, "{known:?} {server:?}");
-        }
-    }
-}
+mod tests;

@@ -1,5 +1,7 @@
 //! What a database contains and how it is set, read before anything migrates its schema.
 
+use std::fmt;
+
 use sqlx::{Connection as _, PgConnection};
 use tracing::warn;
 
@@ -20,6 +22,23 @@ const HAS_TABLE: &str =
 
 /// The oldest version that has every function that the tables need, in the form of `server_version_num`.
 const VERSION_MIN: i32 = 130_000;
+
+/// The primary keys (`index` is NULL) and the other indexes of the migrations that a table of the store lacks, in the schema in
+/// which `kv_log` is found. An older schema does not have every table. `check::indexes` in `tests/it` fails if the list is not
+/// complete.
+const MISSING_INDEXES: &str = "SELECT c.relname::text, e.index \
+    FROM (VALUES ('_sqlx_migrations', NULL), ('auth_permission', 'auth_permission_role'), ('auth_role', NULL), \
+        ('auth_user', NULL), ('auth_user_role', NULL), ('kv_archive', NULL), ('kv_archive', 'kv_archive_end'), \
+        ('kv_archive', 'kv_archive_key'), ('kv_log', NULL), ('kv_log_more', NULL), ('kv_time', NULL), \
+        ('kv_time', 'kv_time_at'), ('kv_time', 'kv_time_back'), ('lease', NULL), ('lease_change', NULL), \
+        ('member', NULL), ('meta', NULL), ('saved_index', NULL)) AS e (name, index) \
+    JOIN pg_class c ON c.relname = e.name \
+        AND c.relnamespace = (SELECT relnamespace FROM pg_class WHERE oid = to_regclass('kv_log')) \
+    WHERE NOT EXISTS ( \
+        SELECT FROM pg_index i JOIN pg_class n ON n.oid = i.indexrelid \
+        WHERE i.indrelid = c.oid AND i.indisvalid \
+            AND CASE WHEN e.index IS NULL THEN i.indisprimary ELSE n.relname = e.index END) \
+    ORDER BY c.relname <> 'kv_log', 1, 2 NULLS FIRST";
 
 /// Reads a table of the first schema.
 pub(super) const LIVE_MEMBER: &str =
@@ -151,6 +170,42 @@ pub(super) async fn check_settings(
         warn!(database = name, "the Postgres server has fsync = off: a crash of its machine loses acknowledged writes");
     }
     Ok(owner)
+}
+
+/// A primary key, or another index, that a table lacks. `pg_restore` creates both after it has loaded the rows.
+pub(super) struct MissingIndex {
+    table: String,
+    /// `None`: the primary key.
+    index: Option<String>,
+}
+
+impl fmt::Display for MissingIndex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.index {
+            None => write!(f, "{} has no primary key", self.table)?,
+            Some(index) => write!(f, "{} has no index {index}", self.table)?,
+        }
+        f.write_str(": a restore into this database did not end, or failed")
+    }
+}
+
+/// Returns what the tables of the store lack, the primary key of `kv_log` first.
+pub(super) async fn missing_indexes(connection: &mut PgConnection) -> sqlx::Result<Vec<MissingIndex>> {
+    let missing: Vec<(String, Option<String>)> = sqlx::query_as(MISSING_INDEXES).fetch_all(connection).await?;
+    Ok(missing.into_iter().map(|(table, index)| MissingIndex { table, index }).collect())
+}
+
+/// Refuses tables without their primary keys: nothing would prevent a second row with the same revision, and each append would
+/// read the whole table. Without another index, only reads of the past and their deletion are slow; `orlop check` reports it.
+pub(super) async fn refuse_missing_keys(database: &Database, connection: &mut PgConnection) -> Result<()> {
+    let missing = with_timeout(missing_indexes(connection)).await;
+    let missing = missing.map_err(|error| database.open_error("read", &error))?;
+    missing.iter().find(|missing| missing.index.is_none()).map_or(Ok(()), |missing| {
+        Err(Error::Open(format!(
+            "cannot use database {}: {missing}; wait until pg_restore has ended, or repeat it in an empty database",
+            database.name()
+        )))
+    })
 }
 
 /// Logs which other roles have rights on the tables. A managed service may grant them to all of its roles by default. If they

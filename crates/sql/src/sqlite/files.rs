@@ -7,6 +7,7 @@ use std::{
 };
 
 use orlop_core::log::{Error, Result};
+use tracing::warn;
 
 use super::{load::with_suffix, view::has_wal};
 
@@ -41,6 +42,10 @@ fn check_length(opened: File, file: &Path) -> Result<()> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
     let unreadable = |error: io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
     let bytes = opened.metadata().map_err(unreadable)?.len();
+    if bytes == 0 {
+        // A start creates the file after this check. So it is what an interrupted start, or a copy that failed, has left.
+        warn!(database = %file.display(), "the database file is empty: creating a new store in it");
+    }
     let mut header = Vec::new();
     opened.take(HEADER_BYTES as u64).read_to_end(&mut header).map_err(unreadable)?;
     // An empty file is a new database. SQLite also treats a file that is shorter than its first page as a new database;

@@ -148,13 +148,10 @@ impl Writer {
         let is_lone = batch.changes().len() <= 1;
         // Before others, or a read of this instance, can see the compaction. If its outcome is unknown and it was recorded,
         // this instance deletes its rows as well.
-        let own_before = *shared.own_compaction.lock();
-        if let Some(compaction) = batch.compaction() {
-            *shared.own_compaction.lock() = Some(compaction);
-        }
+        let noted = batch.compaction().filter(|compaction| shared.note_own_compaction(*compaction));
         let appended = self.busy_poll.wait(is_lone, shared.log.append(append)).await;
-        if batch.compaction().is_some() && !may_be_appended(&appended) {
-            *shared.own_compaction.lock() = own_before;
+        if let Some(compaction) = noted.filter(|_| !may_be_appended(&appended)) {
+            shared.own_compactions.lock().remove(&compaction);
         }
         match appended {
             Ok(appended @ (Appended::Done | Appended::Behind { .. })) => {

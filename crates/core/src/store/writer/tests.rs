@@ -4,11 +4,12 @@ use futures_util::{FutureExt as _, future::join};
 
 use super::*;
 use crate::{
-    auth::Caller,
+    auth::{AuthChange, Caller},
     index::ReadAt,
-    log::{Append, Appended, Log as _, Reclaim, memory::MemoryLog},
+    log::{Append, Appended, Log as _, Member, Reclaim, memory::MemoryLog},
     overload::ReadMemory,
     store::{
+        compactor::{CompactionRate, compact},
         fixtures::shared,
         request::{
             Consistency, DeleteRequest, Op, Projection, PutLease, PutRequest, PutValue, RangeRequest, TxnRequest,
@@ -178,6 +179,66 @@ async fn closed_queue_serves_waiting_requests_and_rejects_new_ones() {
     writer.run().await;
     assert!(matches!(waiting.await, Ok(Outcome::Delete(_))));
     assert!(matches!(queue.submit(&Caller::Server, delete()).await, Err(Error::Stopped)));
+}
+
+/// Requests arrive during each commit, so that some wait whenever the writer looks at its queue.
+#[tokio::test(start_paused = true)]
+async fn closed_queue_ends_the_writer_although_clients_go_on() {
+    const REQUESTS_BEFORE: u32 = 100;
+    type Make = fn(u32) -> Request;
+    let kinds: [(&str, Make); 2] = [
+        ("requests that share a batch", |_| put("k")),
+        ("requests of which some are always pending", |number| {
+            Request::Auth(AuthChange::AddRole { role: number.to_string() })
+        }),
+    ];
+    for (what, request) in kinds {
+        let log = Arc::new(MemoryLog::with_append_time(Duration::from_millis(5)));
+        let shared = Arc::new(Shared { log, ..shared(0) });
+        let (writer, queue) = Writer::new(shared, SlowThresholds::default(), BusyPoll::new(false));
+        let clients = async {
+            for number in 0.. {
+                if number == REQUESTS_BEFORE {
+                    queue.close();
+                }
+                // Nobody waits for the outcome of an accepted request.
+                let refused = queue.submit(&Caller::Server, request(number)).now_or_never();
+                if let Some(Err(Error::Stopped)) = refused {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let ended = tokio::time::timeout(Duration::from_secs(10), join(writer.run(), clients)).await;
+        assert!(ended.is_ok(), "{what}");
+    }
+}
+
+/// The compactor is late: it looks for its work while the next compaction is being recorded.
+#[tokio::test(start_paused = true)]
+async fn rows_of_an_own_compaction_are_deleted_although_the_next_one_is_being_recorded() {
+    let append_time = Duration::from_millis(5);
+    let log = Arc::new(MemoryLog::with_append_time(append_time));
+    let shared = Arc::new(Shared { log, ..shared(0) });
+    shared.members.update(&[Member { id: 2, name: "other".to_owned(), client_urls: Vec::new() }]);
+    *shared.purged_on.lock() = Some(shared.position().server);
+    let (writer, queue) = Writer::new(Arc::clone(&shared), SlowThresholds::default(), BusyPoll::new(false));
+    let submit = async |request: Request| queue.submit(&Caller::Server, request).await.unwrap();
+    let late = async {
+        tokio::time::sleep(append_time / 2).await;
+        assert_eq!(shared.index.read().compact_revision(), Some(Revision(3)));
+        compact(&shared, CompactionRate::default()).await;
+        assert!(shared.rows_left_to_others.lock().is_empty(), "nobody else deletes them");
+    };
+    let client = async {
+        for _ in 0..3 {
+            submit(put("k")).await;
+        }
+        submit(Request::Compact(Revision(3))).await;
+        tokio::join!(submit(Request::Compact(Revision(4))), late);
+        queue.close();
+    };
+    tokio::join!(writer.run(), client);
 }
 
 /// A store without cached values on which another instance writes whenever a value is read.

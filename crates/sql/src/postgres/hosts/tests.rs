@@ -110,15 +110,25 @@ fn settings_come_from_the_url_then_from_the_environment() {
     }
 }
 
+/// sqlx gets an empty password if ours is to come from a file. Otherwise it would read files itself.
 #[test]
 fn file_of_passwords_is_used_unless_a_password_is_set() {
-    for (url, variables, is_used) in [
-        ("postgres://u@a/db?passfile=/x", &[][..], true),
+    type Variables = &'static [(&'static str, &'static str)];
+    let table: [(&str, Variables, bool); 9] = [
+        ("postgres://u@a/db?passfile=/x", &[], true),
         ("postgres://u:p@a/db?passfile=/x", &[], false),
+        ("postgres://u:@a/db?passfile=/x", &[], true),
         ("postgres://u@a/db?password=p&passfile=/x", &[], false),
+        ("postgres://u:p@a/db?password=&passfile=/x", &[], true),
         ("postgres://u@a/db?passfile=/x", &[("PGPASSWORD", "p")], false),
-    ] {
-        assert_eq!(parse(url, variables).expect("it is valid").passfile.is_some(), is_used, "{url}");
+        ("postgres://u:@a/db?passfile=/x", &[("PGPASSWORD", "p")], false),
+        ("postgres://u@a/db?password=&passfile=/x", &[("PGPASSWORD", "p")], true),
+        ("postgres://u@a/db?passfile=/x", &[("PGPASSWORD", "")], true),
+    ];
+    for (url, variables, is_used) in table {
+        let parsed = parse(url, variables).expect("it is valid");
+        assert_eq!((parsed.passfile.is_some(), parsed.has_password), (is_used, !is_used), "{url} {variables:?}");
+        assert_eq!(parsed.hosts[0].url.contains("password=&"), is_used, "{url} {variables:?}");
     }
 }
 
