@@ -96,6 +96,11 @@ torture times="300":
     cargo build --release
     ORLOP_TEST_SERVER=$PWD/target/release/orlop ORLOP_TORTURE={{ times }} ORLOP_TORTURE_REPORT=target/torture.tsv cargo test --test it torture:: -- --nocapture --test-threads=1
 
+# Crash ext4, XFS or btrfs below a server under load, and judge what each crash leaves (as root): `just crash-images --fs xfs --cache lose`.
+crash-images *args:
+    cargo build --release
+    scripts/crash-images {{ args }}
+
 # Let Postgres fail over under load a number of times, Patroni ten times, and check linearizability meanwhile: `just failover 200`.
 failover times="200":
     ORLOP_FAILOVER_LONG={{ times }} ORLOP_LINEAR_FAILOVERS=1 cargo test --test it failover -- --nocapture --test-threads=1

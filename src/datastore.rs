@@ -49,14 +49,14 @@ pub(crate) fn scratch_folder(datastore: &Datastore) -> PathBuf {
 }
 
 /// Returns whether an older version of Orlop uses the database, whose schema [`open_with_archive`] would migrate.
-/// Writes nothing.
+/// Writes nothing, unless a crash has interrupted a transaction of SQLite, which is rolled back.
 ///
 /// # Errors
 ///
-/// If a database of Postgres cannot be reached or read.
+/// If a database of Postgres cannot be reached or read, or a file of SQLite cannot be rolled back.
 pub(crate) async fn is_of_older_version(datastore: &Datastore) -> log::Result<bool> {
     match datastore {
-        Datastore::Sqlite(file) => Ok(SqliteLog::is_of_older_version(file).await),
+        Datastore::Sqlite(file) => SqliteLog::is_of_older_version(file).await,
         Datastore::Postgres(endpoint) => PostgresLog::is_of_older_version(endpoint).await,
     }
 }

@@ -22,5 +22,5 @@ pub use self::{
         SlowRequests, Snapshot, WatchedRange, Watchers,
     },
     sizes::SizesReader,
-    source::{BEING_COLLECTED, ONLY_ROOT, SIZES_WAIT, SIZES_WAIT_MAX, Source, read},
+    source::{BEING_COLLECTED, ONLY_ROOT, RootParts, SIZES_WAIT, SIZES_WAIT_MAX, Source, read},
 };

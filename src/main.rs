@@ -72,19 +72,26 @@ enum Command {
 
     /// Print the versions of a key, or of all keys with a prefix, and what changed from each to the next
     ///
-    /// Compacted versions are printed if the server runs with --history-retention. The store is that of a running server
-    /// (--endpoints) or, with --data-dir or --datastore-endpoint, of a stopped one. Of a single key, the oldest version is
-    /// the one at the first revision that can be read, unless --since is given.
+    /// Of objects of Kubernetes, the field managers that wrote a version are named as far as the object tells.
+    ///
+    /// Without KEY, those of all keys are printed. Compacted versions are printed if the server runs with
+    /// --history-retention. The store is that of a running server (--endpoints) or, with --data-dir or
+    /// --datastore-endpoint, of a stopped one. Of a single key, the oldest version is the one at the first revision that
+    /// can be read, unless --since is given.
     ///
     /// Exit status: 0 there are versions, 1 there are none, 2 an error.
     History(Box<history::HistoryArgs>),
 
     /// Print what changed in a range of keys between two points in time
     ///
+    /// Without KEY, all keys are compared. If a time is given, standard error names the revision that it means.
+    ///
     /// Exit status: 0 nothing changed, 1 something changed, 2 an error.
     Diff(Box<history::DiffArgs>),
 
     /// Print pairs as of a revision or a time
+    ///
+    /// If a time is given, standard error names the revision that it means.
     ///
     /// Exit status: 0 there are pairs, 1 there are none, 2 an error.
     Get(Box<history::GetArgs>),

@@ -104,7 +104,23 @@ fn status_of(endpoint: String, answer: StatusResponse, page: &MetricsPage) -> St
 
 #[cfg(test)]
 mod tests {
+    use orlop_wire::proto::client::etcdserverpb::ResponseHeader;
+
     use super::*;
+
+    /// Other instances do not measure it.
+    #[test]
+    fn kept_history_is_known_from_the_leader() {
+        for (leader, want, line) in [(7, Some(2048), "2.0 KiB of compacted rows"), (8, None, "unknown")] {
+            let header = Some(ResponseHeader { member_id: 7, ..ResponseHeader::default() });
+            let answer = StatusResponse { header, leader, ..StatusResponse::default() };
+            let page = MetricsPage::new("orlop_history_bytes 2048\n".to_owned());
+            let status = status_of("http://a:1".to_owned(), answer, &page);
+            assert_eq!(status.server.history_bytes, want);
+            let text = text::simple(&status, std::time::SystemTime::UNIX_EPOCH);
+            assert!(text.contains(&format!("kept history      {line}\n")), "{text}");
+        }
+    }
 
     #[test]
     fn texts_of_the_server_have_no_control_characters() {

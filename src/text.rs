@@ -2,7 +2,7 @@
 
 use std::time::{Duration, UNIX_EPOCH};
 
-use orlop_objects::is_hazard;
+use orlop_objects::{Manager, is_hazard};
 
 /// Formats a key with the escapes that `orlop history` and the other commands about the past read. The text cannot control
 /// a terminal or the direction of text.
@@ -25,6 +25,12 @@ pub(crate) fn shown_key(key: &[u8]) -> String {
         chunk.invalid().iter().for_each(|byte| shown.push_str(&format!("\\x{byte:02x}")));
     }
     shown
+}
+
+/// Formats the field managers that wrote a version. The text cannot control a terminal or the direction of text.
+pub(crate) fn shown_managers(managers: &[Manager]) -> String {
+    let texts: Vec<String> = managers.iter().map(ToString::to_string).collect();
+    texts.join(", ")
 }
 
 /// The last second of the year 9999, after which a time has no RFC 3339 form.

@@ -1,6 +1,6 @@
 //! Stored values are rendered within bounds, a terminal can be trusted with the result, and masked values do not leak.
 
-use orlop_objects::{Secrets, Shown, Style, diff};
+use orlop_objects::{LastManagers, Managers, Secrets, Shown, Style, diff};
 
 /// Maximum size of a rendered value in bytes for an input of at most 1 MiB.
 const TEXT_BYTES_MAX: usize = 16 << 20;
@@ -18,6 +18,8 @@ pub fn run(value: &[u8]) {
         assert!(!changed.hunks.is_empty() || half.lines().eq(shown.lines()), "{text:?}");
         assert!(!changed.render(Style::Plain).contains('\x1b'));
     }
+    let writers = LastManagers::Known(Managers::default()).advance(Managers::of(value), None);
+    assert!(writers.iter().all(|writer| !writer.to_string().contains('\x1b')), "{writers:?}");
 }
 
 pub fn seeds() -> Vec<Vec<u8>> {
@@ -25,6 +27,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let secret = b"k8s\0\n\x0c\n\x02v1\x12\x06Secret\x12\x0d\n\x03\n\x01a\x12\x06\n\x01k\x12\x01v".to_vec();
     let texts = [
         r#"{"apiVersion":"v1","kind":"Secret","data":{"k":"dg=="},"metadata":{"annotations":{"kubectl.kubernetes.io/last-applied-configuration":"{\"kind\":\"Secret\",\"data\":{\"k\":\"dg==\"}}"}}}"#,
+        r#"{"apiVersion":"v1","kind":"A","metadata":{"managedFields":[{"manager":"a","operation":"Update","time":"2026-01-01T00:00:00Z"}]}}"#,
         r#"{"a":[1,-2.5e3,null,true,{"b":"\u001b[31m"}]}"#,
         "text\nof two lines\n",
         "k8s:enc:aescbc:v1:key1:\u{1}",

@@ -4,6 +4,7 @@
 //! each segment is skipped; and no history, so the versions of a key are read one by one, back to its creation or the
 //! compact revision.
 
+pub(super) mod deleted;
 mod failure;
 
 use std::{convert::Infallible, future::Future, sync::Arc, time::Duration};
@@ -12,6 +13,7 @@ use futures_util::{StreamExt as _, stream};
 use http::HeaderValue;
 use orlop_client::{Client, Endpoint, ServerFlags};
 use orlop_core::types::{child_prefix, prefix_end};
+use orlop_objects::{LastManagers, Manager, Managers};
 use orlop_wire::proto::client::{
     etcdserverpb::{
         AuthStatusRequest, AuthenticateRequest, Compare, PutRequest, RangeRequest, RequestOp, TxnRequest,
@@ -31,6 +33,7 @@ use tokio::{
 use tonic::{Code, Status, Streaming};
 
 pub(super) use self::failure::Failure;
+use super::limits::Renderer;
 
 /// Maximum time of a request to the server.
 const REQUEST_MAX: Duration = Duration::from_secs(10);
@@ -155,6 +158,8 @@ pub(super) struct Name {
 pub(super) struct Names {
     pub names: Vec<Name>,
     pub more: bool,
+    /// Whether the server is an Orlop, and so knows keys that were deleted.
+    pub has_history: bool,
 }
 
 /// Returns names below a prefix, after one of them. There are fewer than `limit` if they are long.
@@ -164,7 +169,8 @@ pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u
         Ok(page) => {
             let page = page.into_inner();
             let name = |child: NamedChild| Name { name: child.name.into(), is_prefix: child.is_prefix };
-            Ok(Names { names: page.children.into_iter().map(name).collect(), more: page.more })
+            let names = page.children.into_iter().map(name).collect();
+            Ok(Names { names, more: page.more, has_history: true })
         }
         Err(status) if status.code() == Code::Unimplemented => list_names(client, prefix, after, limit as usize).await,
         Err(status) => Err(status.into()),
@@ -172,6 +178,7 @@ pub(super) async fn names(client: &Client, prefix: &[u8], after: &[u8], limit: u
 }
 
 async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) -> Result<Names, Failure> {
+    let page = |names: Vec<Name>, more: bool| Ok(Names { names, more, has_history: false });
     let end = prefix_end(prefix);
     let mut start = match after {
         [] => prefix.to_vec(),
@@ -181,7 +188,7 @@ async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) 
     let mut names: Vec<Name> = Vec::new();
     for _ in 0..LISTINGS_MAX {
         if start == [0] && !prefix.is_empty() || start == end && end != [0] {
-            return Ok(Names { names, more: false });
+            return page(names, false);
         }
         let request = RangeRequest {
             key: if start.is_empty() { vec![0].into() } else { start.clone().into() },
@@ -191,8 +198,8 @@ async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) 
             serializable: true,
             ..RangeRequest::default()
         };
-        let page = within(client.kv().range(request)).await?.into_inner();
-        for kv in &page.kvs {
+        let listed = within(client.kv().range(request)).await?.into_inner();
+        for kv in &listed.kvs {
             let child = child_prefix(&kv.key, prefix.len());
             let name = child.unwrap_or(&kv.key);
             if names.last().is_none_or(|last| last.name != name) {
@@ -201,15 +208,15 @@ async fn list_names(client: &Client, prefix: &[u8], after: &[u8], limit: usize) 
         }
         if names.len() > limit {
             names.truncate(limit);
-            return Ok(Names { names, more: true });
+            return page(names, true);
         }
-        match names.last().filter(|_| page.more) {
+        match names.last().filter(|_| listed.more) {
             Some(last) if last.is_prefix => start = prefix_end(&last.name),
             Some(last) => start = [&last.name, &[0][..]].concat(),
-            None => return Ok(Names { names, more: false }),
+            None => return page(names, false),
         }
     }
-    Ok(Names { names, more: true })
+    page(names, true)
 }
 
 /// Returns the pair of a key at a revision, 0: the newest one; `None` if it does not exist there.
@@ -259,6 +266,10 @@ pub(super) struct Version {
     pub unix_ms: Option<i64>,
     /// Whether it was written then or before.
     pub time_is_latest: bool,
+    /// The field managers that wrote it, as far as that is known. [`name_writers`] sets them.
+    pub managers: Vec<Manager>,
+    /// The managers in its value.
+    in_value: Managers,
 }
 
 impl Version {
@@ -272,6 +283,8 @@ impl Version {
             read_at,
             unix_ms: None,
             time_is_latest: false,
+            managers: Vec::new(),
+            in_value: Managers::of(&kv.value),
         }
     }
 
@@ -294,8 +307,25 @@ pub(super) struct Timeline {
     pub since_creation: bool,
 }
 
-/// Returns the changes of a key up to a revision, 0: the newest one.
-pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize) -> Result<Timeline, Failure> {
+/// Sets who wrote each of the versions of a key, the newest first.
+fn name_writers(versions: &mut [Version]) {
+    let mut last = LastManagers::Unknown;
+    for version in versions.iter_mut().rev().filter(|version| !version.is_delete) {
+        if version.version == 1 {
+            last.begin();
+        }
+        version.managers = last.advance(std::mem::take(&mut version.in_value), version.unix_ms);
+    }
+}
+
+/// Returns the changes of a key up to a revision, 0: the newest one. `renderer` reads the values.
+pub(super) async fn timeline(
+    client: &Client,
+    key: &[u8],
+    to: i64,
+    limit: usize,
+    renderer: &Renderer,
+) -> Result<Timeline, Failure> {
     let request = HistoryChangesRequest {
         key: key.to_vec().into(),
         to_revision: to,
@@ -307,31 +337,49 @@ pub(super) async fn timeline(client: &Client, key: &[u8], to: i64, limit: usize)
         let mut pages = client.history().changes(request).await?.into_inner();
         let mut versions: Vec<Version> = Vec::new();
         while let Some(page) = pages.message().await? {
-            versions.extend(page.changes.into_iter().map(Version::of_change));
+            let bytes = page.changes.iter().flat_map(|change| &change.kv).map(|kv| kv.value.len()).sum::<usize>();
+            let work = move || -> Vec<Version> { page.changes.into_iter().map(Version::of_change).collect() };
+            let found = renderer.run(bytes, work).await;
+            versions.extend(found.map_err(|_| Status::unavailable("the process stops"))?);
         }
         Ok(versions)
     };
     let mut versions = match within(read).await {
-        Err(status) if status.code() == Code::Unimplemented => return walk_back(client, key, to, limit).await,
+        Err(status) if status.code() == Code::Unimplemented => {
+            return walk_back(client, key, to, limit, renderer).await;
+        }
         versions => versions?,
     };
     let more = versions.len() > limit;
-    versions.truncate(limit);
     let is_complete = versions.last().is_some_and(|last| last.version == 1);
     if !more && !is_complete {
         // The change that made the first readable version is compacted, but not the version.
         let before = versions.last().map_or(to, |last| last.mod_revision - 1);
         match pair_at(client, key, before).await {
-            Ok((Some(kv), read_at)) => versions.push(Version::of(&kv, read_at)),
+            Ok((Some(kv), read_at)) => versions.push(read_version(kv, read_at, renderer).await?),
             Ok((None, _)) | Err(Failure::Missing(_)) => {}
             Err(failure) => return Err(failure),
         }
     }
+    name_writers(&mut versions);
+    if more {
+        versions.truncate(limit);
+    }
     Ok(Timeline { versions, more, since_creation: false })
 }
 
+async fn read_version(kv: KeyValue, read_at: i64, renderer: &Renderer) -> Result<Version, Failure> {
+    renderer.run(kv.value.len(), move || Version::of(&kv, read_at)).await
+}
+
 /// Reads the versions of a key one by one.
-async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result<Timeline, Failure> {
+async fn walk_back(
+    client: &Client,
+    key: &[u8],
+    to: i64,
+    limit: usize,
+    renderer: &Renderer,
+) -> Result<Timeline, Failure> {
     let mut versions: Vec<Version> = Vec::new();
     let (mut at, mut more) = (to, false);
     loop {
@@ -339,7 +387,7 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
             Ok((Some(kv), read_at)) => {
                 let is_first = kv.mod_revision <= kv.create_revision;
                 at = kv.mod_revision - 1;
-                versions.push(Version::of(&kv, read_at));
+                versions.push(read_version(kv, read_at, renderer).await?);
                 more = !is_first && versions.len() == limit;
                 if is_first || more {
                     break;
@@ -350,6 +398,7 @@ async fn walk_back(client: &Client, key: &[u8], to: i64, limit: usize) -> Result
             Err(failure) => return Err(failure),
         }
     }
+    name_writers(&mut versions);
     Ok(Timeline { versions, more, since_creation: true })
 }
 

@@ -24,6 +24,7 @@ use futures_util::stream;
 use http::{HeaderMap, header};
 use maud::html;
 use orlop_client::Client;
+use orlop_core::clock;
 use orlop_wire::proto::client::{
     etcdserverpb::WatchResponse,
     mvccpb::{Event, event::EventType},
@@ -42,11 +43,14 @@ use super::{
     server::Console,
     session::{Access, Visitor, Who},
 };
+use crate::text::time_of_day;
 
 /// Maximum number of rows per message.
 const ROWS_MAX: usize = 50;
 /// Minimum time between two messages.
 const PAUSE: Duration = Duration::from_millis(250);
+/// Number of columns of the table.
+const COLUMNS: usize = pages::events::COLUMNS.len();
 /// Time after which the session and its rights are checked. The message that follows shows that the connection is alive.
 const CHECK_PAUSE: Duration = Duration::from_secs(15);
 /// Maximum time of a stream. Browsers connect again.
@@ -204,8 +208,9 @@ impl Unread {
         let events = &response.events;
         let skipped = events.len().saturating_sub(ROWS_MAX);
         self.skipped += skipped;
+        let received_ms = clock::unix_ms(clock::now());
         for event in &events[skipped..] {
-            self.push(row(event));
+            self.push(row(event, received_ms));
         }
         let read = match events.last() {
             Some(event) => event.kv.as_ref().map_or(0, |kv| kv.mod_revision),
@@ -217,7 +222,7 @@ impl Unread {
 
     fn add_compaction(&mut self, revision: i64) {
         let row = html! {
-            tr { td colspan="5" .muted { "Changes before revision " (revision) " are compacted and cannot be shown." } }
+            tr { td.muted colspan=(COLUMNS) { "Changes before revision " (revision) " are compacted and cannot be shown." } }
         };
         self.push(row.0);
         self.revision = self.revision.max(revision - 1);
@@ -241,7 +246,7 @@ impl Unread {
         let skipped = std::mem::take(&mut self.skipped);
         let note = html! {
             @if skipped > 0 {
-                tr { td colspan="5" .muted { (skipped) " more events, which are not shown" } }
+                tr { td.muted colspan=(COLUMNS) { (skipped) " more events, which are not shown" } }
             }
         };
         message("rows", self.revision, &format!("{rows}{}", note.0))
@@ -304,7 +309,9 @@ fn message(name: &str, revision: i64, text: &str) -> String {
     format!("event: {name}\n{id}data: {}\n\n", text.replace(['\n', '\r'], " "))
 }
 
-fn row(event: &Event) -> String {
+/// Returns the row of an event. The server does not send the time of a change, so the row has the time at which the page
+/// received it, in milliseconds since 1970.
+fn row(event: &Event, received_ms: i64) -> String {
     let kv = event.kv.clone().unwrap_or_default();
     let (what, is_put) = match event.r#type() {
         EventType::Put if kv.version == 1 => ("created", true),
@@ -314,6 +321,7 @@ fn row(event: &Event) -> String {
     html! {
         tr {
             td.number { (kv.mod_revision) }
+            td.number { (time_of_day(received_ms)) }
             td { span class=(format!("badge {what}")) { (what) } }
             td.wide { (pages::names::key_link(&kv.key)) }
             td.number { @if is_put { (kv.version) } }
@@ -334,7 +342,8 @@ mod tests {
     fn keys_are_escaped_and_stay_on_a_line() {
         let key = b"/a<script>\ndata: x\r\n\n\x1b[2J\xff";
         let kv = KeyValue { key: key.to_vec().into(), mod_revision: 7, version: 1, ..KeyValue::default() };
-        let text = message("rows", 0, &row(&Event { kv: Some(kv), ..Event::default() }));
+        let text = message("rows", 0, &row(&Event { kv: Some(kv), ..Event::default() }, 86_399_000));
+        assert!(text.contains("<td class=\"number\">7</td><td class=\"number\">23:59:59</td>"), "{text}");
         assert!(!text.contains("<script>") && text.contains("&lt;script&gt;"), "{text}");
         assert_eq!(text.lines().count(), 3, "{text}");
         assert!(!text.contains(['\x1b', '\r']), "{text}");
@@ -397,7 +406,7 @@ mod tests {
     fn rows_of_long_keys_are_short() {
         for len in [1_000, 5_000, 1_500_000] {
             let kv = KeyValue { key: vec![0xff; len].into(), mod_revision: 7, ..KeyValue::default() };
-            let row = row(&Event { kv: Some(kv), ..Event::default() });
+            let row = row(&Event { kv: Some(kv), ..Event::default() }, 0);
             assert!(row.len() < 24_000, "a key of {len} bytes: {} bytes", row.len());
             assert_eq!(row.contains("href="), len <= 5_000, "{len} bytes");
         }

@@ -6,12 +6,14 @@ use orlop_client::Client;
 use tokio::{sync::Mutex, time::Instant};
 
 use super::backend::Failure;
-use crate::insight::{self, Figures, Sizes, SizesReader};
+use crate::insight::{self, Figures, ONLY_ROOT, RootParts, Sizes, SizesReader};
 
 /// Minimum time between two reads. Earlier requests get the figures of the last one.
 const READ_PAUSE: Duration = Duration::from_millis(900);
 /// Maximum time between two reads that belong together. After a longer one, rates and the chart begin again.
 const GAP_MAX: Duration = Duration::from_secs(20);
+/// Time for which the parts that need the role root are not requested again after the server has refused them.
+const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 /// Number of points of the chart.
 const POINTS_MAX: usize = 120;
 /// Number of rows of each table.
@@ -32,6 +34,15 @@ pub(super) struct Live {
 struct State {
     last: Option<(Instant, Shown)>,
     points: VecDeque<Point>,
+    /// When the server has last refused the parts that need the role root.
+    refused_at: Option<Instant>,
+}
+
+impl State {
+    fn root_parts(&self) -> RootParts {
+        let is_refused = self.refused_at.is_some_and(|at| at.elapsed() < REFUSAL_PAUSE);
+        if is_refused { RootParts::Skip } else { RootParts::Request }
+    }
 }
 
 /// Rates between two reads.
@@ -65,8 +76,12 @@ impl Live {
             Some((read_at, _)) if read_at.elapsed() > GAP_MAX => *state = State::default(),
             Some(_) | None => {}
         }
-        let State { last, points } = &mut *state;
-        let snapshot = insight::read(client, ROWS_MAX).await?;
+        let root_parts = state.root_parts();
+        let State { last, points, refused_at } = &mut *state;
+        let snapshot = insight::read(client, ROWS_MAX, root_parts).await?;
+        if root_parts == RootParts::Request && snapshot.missing.values().any(|reason| reason == ONLY_ROOT) {
+            *refused_at = Some(Instant::now());
+        }
         if snapshot.missing.values().any(|reason| Failure::of_text(reason.clone()) == Failure::LoggedOut) {
             return Err(Failure::LoggedOut);
         }

@@ -210,7 +210,7 @@ async fn send(parts: &mpsc::Sender<io::Result<Bytes>>, text: &str) {
     }
 }
 
-/// Runs work whose duration depends on the size of values: to render and to compare them.
+/// Runs work whose duration depends on the size of values: to read, to render and to compare them.
 pub(super) struct Renderer {
     /// Permits for blocking threads.
     threads: Arc<Semaphore>,

@@ -1,5 +1,6 @@
 //! The pages: HTML made by a macro that escapes all text. Texts of keys and values are also freed from control characters.
 
+pub(super) mod deleted;
 pub(super) mod diff;
 pub(super) mod events;
 pub(super) mod keys;
@@ -17,7 +18,7 @@ use axum::{
 };
 use http::{HeaderMap, StatusCode, header, request::Parts};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
-use orlop_objects::{ManagedFields, Secrets, Shown, View, escaped};
+use orlop_objects::{Form, ManagedFields, Secrets, Shown, View, escaped};
 
 use super::{
     backend::Failure,
@@ -106,6 +107,17 @@ impl Visit {
         frame.respond(status, form, content, self.large)
     }
 
+    /// Returns a whole page that begins with a form for a prefix. The form is shown also if the rest cannot be read: the user
+    /// may have the right to read another prefix.
+    pub fn page_with_form(self, tab: Tab, title: &str, form: Markup, content: Result<Markup, Failure>) -> Response {
+        let (status, rest) = match content {
+            Ok(content) => (StatusCode::OK, content),
+            Err(Failure::LoggedOut) => return self.page(tab, title, Err(Failure::LoggedOut)),
+            Err(failure) => (failure.status(), failure.markup()),
+        };
+        self.page_with(status, tab, title, html! { h1 { (title) } (form) (rest) })
+    }
+
     /// Returns a part of a page, which the script inserts.
     pub fn fragment(self, content: Result<Markup, Failure>) -> Response {
         match content {
@@ -124,18 +136,27 @@ impl Visit {
         if is_ours { Ok(form) } else { Err(Failure::Forged) }
     }
 
-    /// Returns whether the data of Secrets is shown.
-    pub fn secrets(&self) -> Secrets {
-        if self.query.raw("secrets") == b"show" { Secrets::Show } else { Secrets::Mask }
+    /// Returns what of values is shown.
+    pub fn view(&self) -> View {
+        let is_shown = |name| self.query.raw(name) == b"show";
+        View {
+            secrets: if is_shown("secrets") { Secrets::Show } else { Secrets::Mask },
+            managed_fields: if is_shown("managed-fields") { ManagedFields::Show } else { ManagedFields::Hide },
+        }
     }
 }
 
-/// Returns a part of the query string that keeps the choice of [`Visit::secrets`].
-pub(super) fn secrets_parameter(secrets: Secrets) -> &'static str {
-    match secrets {
+/// Returns a part of the query string that keeps the choices of [`Visit::view`].
+pub(super) fn view_parameters(view: View) -> String {
+    let secrets = match view.secrets {
         Secrets::Mask => "",
         Secrets::Show => "&secrets=show",
-    }
+    };
+    let managed_fields = match view.managed_fields {
+        ManagedFields::Hide => "",
+        ManagedFields::Show => "&managed-fields=show",
+    };
+    [secrets, managed_fields].concat()
 }
 
 fn path_of(parts: &Parts) -> String {
@@ -275,13 +296,16 @@ pub(super) async fn unknown(State(console): State<Console>, headers: HeaderMap) 
     frame.respond(StatusCode::NOT_FOUND, console.sessions.form_token(&headers), content, None)
 }
 
-/// Returns the field of a form in which a prefix is typed. It is empty if the prefix cannot be shown as it is.
-fn prefix_field(prefix: &[u8]) -> Markup {
+/// Returns the form in which a prefix is typed. Its field is empty if the prefix cannot be shown as it is.
+fn prefix_form(action: &str, prefix: &[u8], button: &str) -> Markup {
     let text = std::str::from_utf8(prefix).ok().filter(|text| shown_key(text.as_bytes()) == *text);
     html! {
-        label for="prefix" { "Prefix" }
-        input id="prefix" name="prefix" value=(text.unwrap_or_default()) autocapitalize="none" autocomplete="off"
-            spellcheck="false" placeholder="/registry/pods/";
+        form.search method="get" action=(action) role="search" {
+            label for="prefix" { "Prefix" }
+            input id="prefix" name="prefix" value=(text.unwrap_or_default()) autocapitalize="none" autocomplete="off"
+                spellcheck="false" placeholder="/registry/pods/";
+            button type="submit" { (button) }
+        }
     }
 }
 
@@ -332,14 +356,35 @@ impl Space {
     }
 }
 
-fn shown(value: &[u8], secrets: Secrets) -> Shown {
-    Shown::of(value, View { secrets, managed_fields: ManagedFields::Hide })
+/// What the values on a page have that a visitor can choose to see.
+#[derive(Clone, Copy)]
+struct Hideable {
+    secrets: bool,
+    managed_fields: bool,
 }
 
-/// Returns a link that shows or hides the data of Secrets; `path` is the page without the choice.
-fn secrets_link(path: &str, secrets: Secrets) -> Markup {
-    match secrets {
-        Secrets::Mask => html! { a.button href=(format!("{path}&secrets=show")) { "Show secrets" } },
-        Secrets::Show => html! { a.button href=(path) { "Hide secrets" } },
+impl Hideable {
+    fn of(values: &[&Shown]) -> Self {
+        Self {
+            secrets: values.iter().any(|value| value.masked > 0),
+            managed_fields: values.iter().any(|value| matches!(value.form, Form::Kubernetes { .. })),
+        }
+    }
+}
+
+/// Returns links that show or hide the data of Secrets and the managed fields; `path` is the page without the choices.
+fn view_links(path: &str, view: View, hideable: Hideable) -> Markup {
+    let link = |view: View, text: &str| html! { a.button href=(format!("{path}{}", view_parameters(view))) { (text) } };
+    html! {
+        @if view.secrets == Secrets::Show {
+            (link(View { secrets: Secrets::Mask, ..view }, "Hide secrets"))
+        } @else if hideable.secrets {
+            (link(View { secrets: Secrets::Show, ..view }, "Show secrets"))
+        }
+        @if view.managed_fields == ManagedFields::Show {
+            (link(View { managed_fields: ManagedFields::Hide, ..view }, "Hide managed fields"))
+        } @else if hideable.managed_fields {
+            (link(View { managed_fields: ManagedFields::Show, ..view }, "Show managed fields"))
+        }
     }
 }

@@ -99,6 +99,7 @@ pub(super) fn routes(console: Console) -> Router {
         .route("/sizes", get(pages::sizes::page))
         .route("/sizes/live", get(pages::sizes::live))
         .route("/keys", get(pages::keys::page))
+        .route("/deleted", get(pages::deleted::page))
         .route("/key", get(pages::object::page))
         .route("/diff", get(pages::diff::page))
         .route("/put-back", get(pages::put_back::page).post(pages::put_back::write))

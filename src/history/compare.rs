@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use orlop_objects::{Shown, diff};
 use orlop_wire::proto::client::mvccpb::KeyValue;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{
     Ending, Result,
@@ -59,14 +59,24 @@ pub async fn run(args: DiffArgs) -> Result<Ending> {
 }
 
 async fn show(args: &DiffArgs, source: &Source) -> Result<Ending> {
-    let (from, to) = (source.revision_at(args.from).await?, source.revision_at(args.to).await?);
+    let (from, to) = (source.resolve(args.from).await?, source.resolve(args.to).await?);
+    from.report("from", args.output.write_out);
+    to.report("to", args.output.write_out);
     let range = args.selection.range();
-    let (old, new) = (source.pairs(range.clone(), from).await?, source.pairs(range, to).await?);
+    let (old, new) = (source.pairs(range.clone(), from.revision).await?, source.pairs(range, to.revision).await?);
     let mut differences = Differences::new(old, new).await?;
     let mut ending = Ending::Success;
     while let Some(difference) = differences.next().await? {
         ending = Ending::Otherwise;
-        let text = described(&difference, args.output, args.keys_only);
+        let text = match args.output.write_out {
+            Format::Simple => described(&difference, args.output, args.keys_only),
+            Format::Json => {
+                let mut object = difference_json(&difference, args.output, args.keys_only);
+                object.insert("fromRevision".to_owned(), json!(from.revision));
+                object.insert("toRevision".to_owned(), json!(to.revision));
+                json_line(&Value::from(object))
+            }
+        };
         if print_to_reader(text.as_bytes())? == Reader::Gone {
             break;
         }
@@ -133,28 +143,8 @@ impl Differences {
 
 /// Describes a difference.
 pub(super) fn described(difference: &Difference, output: OutputFlags, keys_only: bool) -> String {
-    let shown = |pair: &Option<KeyValue>| pair.as_ref().map(|pair| Shown::of(&pair.value, output.view()));
-    let (old, new) = (shown(&difference.old), shown(&difference.new));
     if output.write_out == Format::Json {
-        let pair = |pair: &Option<KeyValue>, shown: &Option<Shown>| match (pair, shown) {
-            (Some(pair), Some(shown)) => {
-                let mut object = pair_json(pair, shown);
-                if keys_only {
-                    object.remove("value");
-                }
-                Value::from(object)
-            }
-            _ => Value::Null,
-        };
-        let mut object = key_json(difference.key());
-        object.insert("type".to_owned(), json!(difference.verb()));
-        if let (Some(old), Some(new)) = (&difference.old, &difference.new) {
-            // Masked values are shown alike, whatever they are.
-            object.insert("valueChanged".to_owned(), json!(old.value != new.value));
-        }
-        object.insert("old".to_owned(), pair(&difference.old, &old));
-        object.insert("new".to_owned(), pair(&difference.new, &new));
-        return json_line(&Value::from(object));
+        return json_line(&Value::from(difference_json(difference, output, keys_only)));
     }
     let revision =
         |pair: &Option<KeyValue>| pair.as_ref().map_or_else(|| "-".to_owned(), |it| it.mod_revision.to_string());
@@ -168,5 +158,27 @@ pub(super) fn described(difference: &Difference, output: OutputFlags, keys_only:
     if keys_only {
         return heading;
     }
+    let shown = |pair: &Option<KeyValue>| pair.as_ref().map(|pair| Shown::of(&pair.value, output.view()));
+    let (old, new) = (shown(&difference.old), shown(&difference.new));
     heading + &indented(&diff(old.as_ref(), new.as_ref(), CONTEXT_LINES).render(output.style()))
+}
+
+fn difference_json(difference: &Difference, output: OutputFlags, keys_only: bool) -> Map<String, Value> {
+    let pair = |pair: &Option<KeyValue>| {
+        let Some(pair) = pair else { return Value::Null };
+        let mut object = pair_json(pair, &Shown::of(&pair.value, output.view()));
+        if keys_only {
+            object.remove("value");
+        }
+        Value::from(object)
+    };
+    let mut object = key_json(difference.key());
+    object.insert("type".to_owned(), json!(difference.verb()));
+    if let (Some(old), Some(new)) = (&difference.old, &difference.new) {
+        // Masked values are shown alike, whatever they are.
+        object.insert("valueChanged".to_owned(), json!(old.value != new.value));
+    }
+    object.insert("old".to_owned(), pair(&difference.old));
+    object.insert("new".to_owned(), pair(&difference.new));
+    object
 }

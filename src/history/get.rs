@@ -2,13 +2,14 @@
 
 use orlop_objects::Shown;
 use orlop_wire::proto::client::mvccpb::KeyValue;
+use serde_json::json;
 
 use super::{
     Ending, Result,
     selection::Selection,
     source::{Source, SourceFlags},
     text::{OutputFlags, pair_json},
-    time::Point,
+    time::{Found, Point},
 };
 use crate::{
     output::{Format, Reader, json_line, print_to_reader},
@@ -16,6 +17,7 @@ use crate::{
 };
 
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("selected_key", |key| key.required(true)))]
 pub struct GetArgs {
     #[command(flatten)]
     selection: Selection,
@@ -56,14 +58,17 @@ pub async fn run(args: GetArgs) -> Result<Ending> {
 }
 
 async fn show(args: &GetArgs, source: &Source) -> Result<Ending> {
-    let revision = source.revision_at(args.at).await?;
-    let mut pairs = source.pairs(args.selection.range(), revision).await?;
+    let at = source.resolve(args.at).await?;
+    let mut pairs = source.pairs(args.selection.range(), at.revision).await?;
     let mut found = 0;
     while let Some(pair) = pairs.next().await? {
+        if found == 0 {
+            at.report("at", args.output.write_out);
+        }
         let reader = if args.raw {
             print_to_reader(&pair.value)?
         } else {
-            print_to_reader(text(args, &pair, found).as_bytes())?
+            print_to_reader(text(args, &pair, at, found).as_bytes())?
         };
         found += 1;
         if reader == Reader::Gone {
@@ -71,13 +76,13 @@ async fn show(args: &GetArgs, source: &Source) -> Result<Ending> {
         }
     }
     if found == 0 {
-        args.selection.report_nothing_found();
+        args.selection.report_nothing_found(Some(at));
         return Ok(Ending::Otherwise);
     }
     Ok(Ending::Success)
 }
 
-fn text(args: &GetArgs, pair: &KeyValue, number: usize) -> String {
+fn text(args: &GetArgs, pair: &KeyValue, at: Found, number: usize) -> String {
     if args.keys_only && args.output.write_out == Format::Simple {
         return format!("{}\n", shown_key(&pair.key));
     }
@@ -85,6 +90,7 @@ fn text(args: &GetArgs, pair: &KeyValue, number: usize) -> String {
     match args.output.write_out {
         Format::Json => {
             let mut object = pair_json(pair, &shown);
+            object.insert("atRevision".to_owned(), json!(at.revision));
             if args.keys_only {
                 object.remove("value");
             }

@@ -32,7 +32,7 @@ use super::{
     selection::Selection,
     source::{Session, Source, SourceFlags, failed},
     text::{OutputFlags, key_json},
-    time::Point,
+    time::{Found, Point},
 };
 use crate::{
     output::{Format, json_line, print},
@@ -45,6 +45,7 @@ const TXN_BYTES: usize = 1 << 20;
 const FRAMING_BYTES: usize = 64;
 
 #[derive(Debug, clap::Args)]
+#[command(mut_arg("selected_key", |key| key.required(true)))]
 pub struct RewindArgs {
     #[command(flatten)]
     selection: Selection,
@@ -99,9 +100,7 @@ struct Rewind<'a> {
     /// The connection of all requests while the streams of the two states are read, which may occupy all of theirs.
     session: Session,
     /// The revision whose state is written again.
-    to: i64,
-    /// The time of `--to` in milliseconds since 1970, if it was given as a time or a duration.
-    to_ms: Option<i64>,
+    to: Found,
     /// The revision of the state that is replaced.
     head: i64,
     /// Whether the leases of past pairs still exist. A list of all leases would need the right to read all their keys.
@@ -121,19 +120,19 @@ struct Count {
 
 impl<'a> Rewind<'a> {
     async fn new(args: &'a RewindArgs, source: &'a Source) -> Result<Self> {
-        let (to, to_ms) = source.resolve(args.to).await?;
+        let to = source.resolve(args.to).await?;
         let head = source.state().await?.revision;
-        Ok(Self { args, source, session: source.connect_again().await?, to, to_ms, head, leases: Mutex::default() })
+        Ok(Self { args, source, session: source.connect_again().await?, to, head, leases: Mutex::default() })
     }
 
     async fn run(self) -> Result<Ending> {
         let planned = self.plan().await?;
         let Count { puts, deletes, .. } = planned;
         if puts + deletes == 0 {
-            self.report(&format!("nothing to do: the state is that of {}", self.point()), &planned)?;
+            self.report(&format!("nothing to do: the state is that of {}", self.to), &planned)?;
             return Ok(Ending::Success);
         }
-        let what = format!("{puts} puts and {deletes} deletes bring back the state of {}", self.point());
+        let what = format!("{puts} puts and {deletes} deletes bring back the state of {}", self.to);
         if self.args.dry_run {
             self.report(&what, &planned)?;
             return Ok(Ending::Otherwise);
@@ -148,7 +147,7 @@ impl<'a> Rewind<'a> {
             done.puts,
             done.deletes,
             done.revisions.last().unwrap_or(&0),
-            self.point()
+            self.to
         );
         if done.conflicts.is_empty() {
             self.report(&text, &done)?;
@@ -160,15 +159,9 @@ impl<'a> Rewind<'a> {
         Ok(Ending::Otherwise)
     }
 
-    /// Describes the revision and, if the point was given as one, the time.
-    fn point(&self) -> String {
-        let time = self.to_ms.map(|ms| format!(", the newest one at {}", shown_time(ms)));
-        format!("revision {}{}", self.to, time.unwrap_or_default())
-    }
-
     /// Tells how to go on. A time such as `1h` before now would mean another revision then.
     fn again(&self) -> String {
-        format!("run the command again with --to {}", self.to)
+        format!("run the command again with --to {}", self.to.revision)
     }
 
     fn report(&self, text: &str, count: &Count) -> Result<()> {
@@ -177,10 +170,10 @@ impl<'a> Rewind<'a> {
             Format::Json => {
                 let Count { puts, deletes, conflicts, revisions } = count;
                 let mut object = json!({
-                    "type": "summary", "to": self.to, "puts": puts, "deletes": deletes, "conflicts": conflicts.len(),
-                    "revision": revisions.last().unwrap_or(&self.head),
+                    "type": "summary", "to": self.to.revision, "puts": puts, "deletes": deletes,
+                    "conflicts": conflicts.len(), "revision": revisions.last().unwrap_or(&self.head),
                 });
-                if let Some(ms) = self.to_ms {
+                if let Some(ms) = self.to.unix_ms {
                     object["toTime"] = json!(shown_time(ms));
                 }
                 json_line(&object)
@@ -193,7 +186,7 @@ impl<'a> Rewind<'a> {
     async fn differences(&self) -> Result<Differences> {
         let range = self.args.selection.range();
         let now = self.source.pairs(range.clone(), self.head).await?;
-        Differences::new(now, self.source.pairs(range, self.to).await?).await
+        Differences::new(now, self.source.pairs(range, self.to.revision).await?).await
     }
 
     /// Returns the lease with which a pair is written: its own one, if that still exists.

@@ -2,21 +2,22 @@
 
 use orlop_core::types::prefix_end;
 
+use super::time::Found;
 use crate::text::shown_key;
 
-/// A key or a prefix.
+/// A key or a prefix, or all keys. A command that needs KEY makes it required.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Selection {
     /// Key; one that ends with / is a prefix, an empty one needs --prefix. Escapes: \xNN for a byte, \\ for a backslash
     #[arg(id = "selected_key", value_name = "KEY", value_parser = parse_key)]
-    key: Key,
+    key: Option<Key>,
 
     /// All keys that begin with KEY; if KEY is empty, all keys
     #[arg(long)]
     prefix: bool,
 
     /// Only KEY, although it ends with /
-    #[arg(long, conflicts_with = "prefix")]
+    #[arg(long, conflicts_with = "prefix", requires = "selected_key")]
     exact: bool,
 }
 
@@ -27,8 +28,7 @@ struct Key(Vec<u8>);
 impl Selection {
     /// Refuses an empty key, such as that of a variable which is not set, unless all keys are asked for.
     pub(super) fn check(&self) -> super::Result<()> {
-        let Key(key) = &self.key;
-        if key.is_empty() && !self.prefix {
+        if !self.prefix && self.key.as_ref().is_some_and(|Key(key)| key.is_empty()) {
             return Err("KEY is empty: give a key, or --prefix for all keys".into());
         }
         Ok(())
@@ -36,35 +36,35 @@ impl Selection {
 
     /// Returns key and range end of requests.
     pub(super) fn range(&self) -> (Vec<u8>, Vec<u8>) {
-        let Key(key) = &self.key;
-        if !self.is_prefix() {
-            return (key.clone(), Vec::new());
+        match &self.key {
+            Some(Key(key)) if !self.is_prefix() => (key.clone(), Vec::new()),
+            Some(Key(key)) if !key.is_empty() => (key.clone(), prefix_end(key)),
+            Some(_) | None => (vec![0], vec![0]),
         }
-        if key.is_empty() {
-            return (vec![0], vec![0]);
-        }
-        (key.clone(), prefix_end(key))
     }
 
-    /// Reports on standard error that the command has found nothing.
-    pub(super) fn report_nothing_found(&self) {
-        eprintln!("orlop: {}", self.nothing_found());
+    /// Reports on standard error that the command has found nothing, at the point in time that it was asked for, if any.
+    pub(super) fn report_nothing_found(&self, at: Option<Found>) {
+        eprintln!("orlop: {}", self.nothing_found(at));
     }
 
-    fn nothing_found(&self) -> String {
-        let Key(key) = &self.key;
+    fn nothing_found(&self, at: Option<Found>) -> String {
+        let point = at.map(|at| format!(" at {at}")).unwrap_or_default();
+        let key = self.key.as_ref().filter(|Key(key)| !key.is_empty());
+        let Some(Key(key)) = key else { return format!("nothing found among all keys{point}") };
         let shown = shown_key(key);
-        match (self.is_prefix(), self.exact) {
-            (true, _) if key.is_empty() => "nothing found: there are no keys".to_owned(),
-            (true, _) => format!("nothing found for the prefix {shown}"),
-            (false, true) => format!("nothing found for the key {shown}"),
-            (false, false) => format!("nothing found for the key {shown}; a prefix ends with / or needs --prefix"),
+        if self.is_prefix() {
+            return format!("nothing found for the prefix {shown}{point}");
+        }
+        let hint = if self.exact { "" } else { "; a prefix ends with / or needs --prefix" };
+        match at {
+            Some(_) => format!("the key {shown} did not exist{point}{hint}"),
+            None => format!("nothing found for the key {shown}{hint}"),
         }
     }
 
     pub(super) fn is_prefix(&self) -> bool {
-        let Key(key) = &self.key;
-        self.prefix || (key.ends_with(b"/") && !self.exact)
+        self.prefix || self.key.as_ref().is_none_or(|Key(key)| key.ends_with(b"/") && !self.exact)
     }
 }
 
@@ -95,6 +95,10 @@ mod tests {
 
     use super::*;
 
+    fn selection(key: Option<&str>, prefix: bool, exact: bool) -> Selection {
+        Selection { key: key.map(|key| Key(key.as_bytes().to_vec())), prefix, exact }
+    }
+
     #[test]
     fn keys_are_read_as_they_are_shown() {
         for key in [
@@ -117,14 +121,53 @@ mod tests {
     #[test]
     fn text_for_nothing_hints_at_prefixes_where_they_may_be_meant() {
         for (key, prefix, exact, want) in [
-            ("/shop", false, false, "nothing found for the key /shop; a prefix ends with / or needs --prefix"),
-            ("/shop", true, false, "nothing found for the prefix /shop"),
-            ("/shop/", false, false, "nothing found for the prefix /shop/"),
-            ("/shop/", false, true, "nothing found for the key /shop/"),
-            ("", true, false, "nothing found: there are no keys"),
+            (Some("/shop"), false, false, "nothing found for the key /shop; a prefix ends with / or needs --prefix"),
+            (Some("/shop"), true, false, "nothing found for the prefix /shop"),
+            (Some("/shop/"), false, false, "nothing found for the prefix /shop/"),
+            (Some("/shop/"), false, true, "nothing found for the key /shop/"),
+            (Some(""), true, false, "nothing found among all keys"),
+            (None, false, false, "nothing found among all keys"),
         ] {
-            let selection = Selection { key: Key(key.as_bytes().to_vec()), prefix, exact };
-            assert_eq!(selection.nothing_found(), want);
+            assert_eq!(selection(key, prefix, exact).nothing_found(None), want);
+        }
+    }
+
+    #[test]
+    fn text_for_nothing_names_the_point_in_time() {
+        let (revision, time) = (Found { revision: 7, unix_ms: None }, Found { revision: 7, unix_ms: Some(0) });
+        for (key, exact, at, want) in [
+            (
+                Some("/shop"),
+                false,
+                revision,
+                "the key /shop did not exist at revision 7; a prefix ends with / or needs --prefix",
+            ),
+            (
+                Some("/shop"),
+                true,
+                time,
+                "the key /shop did not exist at revision 7, the newest one at 1970-01-01T00:00:00Z",
+            ),
+            (Some("/shop/"), false, revision, "nothing found for the prefix /shop/ at revision 7"),
+            (None, false, revision, "nothing found among all keys at revision 7"),
+        ] {
+            assert_eq!(selection(key, false, exact).nothing_found(Some(at)), want);
+        }
+    }
+
+    #[test]
+    fn ranges_are_those_of_requests() {
+        for (key, prefix, exact, start, end) in [
+            (Some("/shop"), false, false, "/shop", ""),
+            (Some("/shop"), true, false, "/shop", "/shoq"),
+            (Some("/shop/"), false, false, "/shop/", "/shop0"),
+            (Some("/shop/"), false, true, "/shop/", ""),
+            (Some(""), true, false, "\0", "\0"),
+            (None, false, false, "\0", "\0"),
+        ] {
+            let selection = selection(key, prefix, exact);
+            assert_eq!(selection.range(), (start.as_bytes().to_vec(), end.as_bytes().to_vec()), "{selection:?}");
+            assert_eq!(selection.is_prefix(), !end.is_empty(), "{selection:?}");
         }
     }
 }

@@ -24,7 +24,7 @@ use tonic::{Code, Status, Streaming};
 
 use super::{
     Result,
-    time::{Point, now_ms},
+    time::{Found, Point, now_ms},
 };
 use crate::{
     config::{DatastoreFlags, Flags, Settings},
@@ -219,24 +219,23 @@ impl Source {
 
     /// Returns the revision of a point in time; see [`Self::resolve`].
     pub(super) async fn revision_at(&self, point: Point) -> Result<i64> {
-        Ok(self.resolve(point).await?.0)
+        Ok(self.resolve(point).await?.revision)
     }
 
-    /// Returns the revision of a point in time, which exists and can be read, and the time in milliseconds since 1970 if the
-    /// point is a time or a duration. A duration ends now by the clock that records times. The error is [`TooEarly`] if it is a
-    /// time before the first one that was recorded.
-    pub(super) async fn resolve(&self, point: Point) -> Result<(i64, Option<i64>)> {
+    /// Returns the revision of a point in time, which exists and can be read. A duration ends now by the clock that records
+    /// times. The error is [`TooEarly`] if it is a time before the first one that was recorded.
+    pub(super) async fn resolve(&self, point: Point) -> Result<Found> {
         let state = self.state().await?;
         // Older servers do not tell the time.
         let now_ms = if state.now_unix_ms == 0 { now_ms() } else { state.now_unix_ms };
         check_not_future(point, now_ms)?;
         let Some(unix_ms) = point.unix_ms(now_ms) else {
-            let Point::Revision(revision) = point else { return Ok((state.revision, None)) };
+            let Point::Revision(revision) = point else { return Ok(Found { revision: state.revision, unix_ms: None }) };
             check_readable(&state, revision)?;
-            return Ok((revision, None));
+            return Ok(Found { revision, unix_ms: None });
         };
         if point == Point::Now {
-            return Ok((state.revision, None));
+            return Ok(Found { revision: state.revision, unix_ms: None });
         }
         let moment = async |client: &Client| client.history().moment(HistoryMomentRequest { unix_ms }).await;
         let answer = self.session.send(moment).await.map_err(|status| failed(&status))?.into_inner();
@@ -251,7 +250,7 @@ impl Source {
             .into());
         }
         check_readable(&state, moment.revision)?;
-        Ok((moment.revision, Some(unix_ms)))
+        Ok(Found { revision: moment.revision, unix_ms: Some(unix_ms) })
     }
 
     /// Returns the pairs of a range as of a revision.

@@ -3,13 +3,13 @@
 use std::io::IsTerminal as _;
 
 use clap::ValueEnum;
-use orlop_objects::{Secrets, Shown, Style, View};
+use orlop_objects::{ManagedFields, Manager, Secrets, Shown, Style, View};
 use orlop_wire::proto::client::{mvccpb::KeyValue, orlopb::HistoryChange};
 use serde_json::{Map, Value, json};
 
 use crate::{
     output::Format,
-    text::{bytes, shown_key, shown_time},
+    text::{bytes, shown_key, shown_managers, shown_time},
 };
 
 /// The flags for output.
@@ -22,6 +22,10 @@ pub(super) struct OutputFlags {
     /// Show the data of Kubernetes' Secrets
     #[arg(long)]
     show_secrets: bool,
+
+    /// Show metadata.managedFields of Kubernetes' objects
+    #[arg(long)]
+    managed_fields: bool,
 
     /// Colours of differences; auto: on a terminal, unless NO_COLOR is set
     #[arg(long, default_value = "auto", value_name = "WHEN")]
@@ -37,7 +41,10 @@ enum Colors {
 
 impl OutputFlags {
     pub(super) fn view(self) -> View {
-        (if self.show_secrets { Secrets::Show } else { Secrets::Mask }).into()
+        View {
+            secrets: if self.show_secrets { Secrets::Show } else { Secrets::Mask },
+            managed_fields: if self.managed_fields { ManagedFields::Show } else { ManagedFields::Hide },
+        }
     }
 
     pub(super) fn style(self) -> Style {
@@ -76,8 +83,8 @@ pub(super) fn key_json(key: &[u8]) -> Map<String, Value> {
     Map::from_iter([(name.to_owned(), Value::String(value))])
 }
 
-/// Returns one line about a version.
-pub(super) fn heading(pair: &KeyValue, change: &HistoryChange) -> String {
+/// Returns one line about a version, which `managers` wrote.
+pub(super) fn heading(pair: &KeyValue, change: &HistoryChange, managers: &[Manager]) -> String {
     let time = match change.unix_ms {
         0 => "time unknown".to_owned(),
         time if change.time_is_latest => format!("by {}", shown_time(time)),
@@ -90,7 +97,8 @@ pub(super) fn heading(pair: &KeyValue, change: &HistoryChange) -> String {
     let what = if pair.version == 1 { "created".to_owned() } else { format!("version {}", pair.version) };
     let lease = if pair.lease == 0 { String::new() } else { format!("  lease {:x}", pair.lease) };
     let size = bytes(i64::try_from(pair.value.len()).unwrap_or(i64::MAX));
-    format!("revision {}  {time}  {what}  {size}{lease}  {key}\n", pair.mod_revision)
+    let by = if managers.is_empty() { String::new() } else { format!("  by {}", shown_managers(managers)) };
+    format!("revision {}  {time}  {what}  {size}{lease}{by}  {key}\n", pair.mod_revision)
 }
 
 /// Indents each line of a text.

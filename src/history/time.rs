@@ -1,8 +1,10 @@
 //! Points in time as a command takes them: a revision, a time, or a duration before now.
 
-use std::{str::FromStr, time::Duration};
+use std::{fmt, str::FromStr, time::Duration};
 
 use orlop_core::clock::{self, unix_ms};
+
+use crate::{output::Format, text::shown_time};
 
 /// A revision or a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +49,30 @@ impl Point {
             Self::UnixMs(ms) => Some(ms),
             Self::Ago(age) => Some(now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX))),
             Self::Now => Some(now_ms),
+        }
+    }
+}
+
+/// The revision of a point in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Found {
+    pub(super) revision: i64,
+    /// The time in milliseconds since 1970, if the point is a time or a duration.
+    pub(super) unix_ms: Option<i64>,
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "revision {}", self.revision)?;
+        self.unix_ms.map_or(Ok(()), |ms| write!(f, ", the newest one at {}", shown_time(ms)))
+    }
+}
+
+impl Found {
+    /// Names the revision of a time on standard error, after a preposition. JSON has it in its objects.
+    pub(super) fn report(self, preposition: &str, format: Format) {
+        if self.unix_ms.is_some() && format == Format::Simple {
+            eprintln!("orlop: {preposition} {self}");
         }
     }
 }

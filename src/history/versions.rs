@@ -1,9 +1,9 @@
-//! `orlop history`: the versions of keys, and what changed from each to the next.
+//! `orlop history`: the versions of keys, who wrote them, and what changed from each to the next.
 
 use std::collections::HashMap;
 
 use orlop_client::describe;
-use orlop_objects::{Shown, diff};
+use orlop_objects::{LastManagers, Manager, Managers, Shown, diff};
 use orlop_wire::proto::client::{
     etcdserverpb::WatchCreateRequest,
     mvccpb::{KeyValue, event::EventType},
@@ -81,39 +81,48 @@ struct Printer<'a> {
     known: Known,
 }
 
-/// The newest known version of each key, to compare the next one with; `None`: the key was deleted.
+/// What is known of each key, to compare the next version with.
 #[derive(Default)]
 struct Known {
-    versions: HashMap<Vec<u8>, Option<Shown>>,
+    versions: HashMap<Vec<u8>, Last>,
     /// Approximate size of the versions.
     bytes: usize,
 }
 
+/// What is known of the versions of a key before the next one.
+#[derive(Default)]
+struct Last {
+    /// The version before; `None`: the key did not exist, or what changed is not printed.
+    shown: Option<Shown>,
+    managers: LastManagers,
+}
+
 impl Known {
-    fn take(&mut self, key: &[u8]) -> Option<Option<Shown>> {
-        let version = self.versions.remove(key)?;
-        self.bytes -= size(key, version.as_ref());
-        Some(version)
+    fn take(&mut self, key: &[u8]) -> Option<Last> {
+        let last = self.versions.remove(key)?;
+        self.bytes -= size(key, &last);
+        Some(last)
     }
 
     /// Keeps a version. If there are too many, all others are forgotten, and are read again when they are needed.
-    fn keep(&mut self, key: &[u8], mut version: Option<Shown>) {
-        if let Some(shown) = &mut version {
+    fn keep(&mut self, key: &[u8], mut last: Last) {
+        if let Some(shown) = &mut last.shown {
             // Only the lines are compared.
             shown.json = serde_json::Value::Null;
         }
         self.take(key);
-        let bytes = size(key, version.as_ref());
+        let bytes = size(key, &last);
         if self.versions.len() == KNOWN_MAX || self.bytes + bytes > KNOWN_BYTES_MAX {
             *self = Self::default();
         }
         self.bytes += bytes;
-        self.versions.insert(key.to_vec(), version);
+        self.versions.insert(key.to_vec(), last);
     }
 }
 
-fn size(key: &[u8], version: Option<&Shown>) -> usize {
-    key.len() + version.map_or(0, |shown| shown.lines().map(|line| line.len() + LINE_BYTES).sum::<usize>())
+fn size(key: &[u8], last: &Last) -> usize {
+    let lines = last.shown.iter().flat_map(Shown::lines);
+    key.len() + lines.map(|line| line.len() + LINE_BYTES).sum::<usize>()
 }
 
 impl Printer<'_> {
@@ -131,7 +140,7 @@ impl Printer<'_> {
             found += self.follow(state.revision + 1).await?;
         }
         if found == 0 {
-            self.args.selection.report_nothing_found();
+            self.args.selection.report_nothing_found(None);
             return Ok(Ending::Otherwise);
         }
         Ok(Ending::Success)
@@ -319,41 +328,64 @@ impl Printer<'_> {
     async fn print(&mut self, mut change: HistoryChange) -> Result<Reader> {
         let Some(pair) = change.kv.take() else { return Ok(Reader::Present) };
         let args = self.args;
+        let mut last = self.last(&pair).await?;
+        let managers = writers(&mut last.managers, &pair, &change);
         let shown = || (!change.deleted).then(|| Shown::of(&pair.value, args.output.view()));
         let text = match args.output.write_out {
-            Format::Json => json_line(&version_json(&pair, shown().as_ref(), &change)),
-            Format::Simple if args.brief => heading(&pair, &change),
-            Format::Simple => heading(&pair, &change) + &indented(&self.changed(&pair, shown()).await?),
+            Format::Json => json_line(&version_json(&pair, shown().as_ref(), &change, &managers)),
+            Format::Simple if args.brief => heading(&pair, &change, &managers),
+            Format::Simple => {
+                let before = std::mem::replace(&mut last.shown, shown());
+                heading(&pair, &change, &managers) + &indented(&self.changed(before.as_ref(), last.shown.as_ref()))
+            }
         };
+        self.known.keep(&pair.key, last);
         Ok(print_to_reader(text.as_bytes())?)
     }
 
-    /// Describes what changed from the version before to this one, and keeps this one. `None`: it is a delete.
-    async fn changed(&mut self, pair: &KeyValue, shown: Option<Shown>) -> Result<String> {
-        let before = self.before(pair).await?;
-        let changed = match (&before, &shown) {
+    /// Describes what changed from the version before to this one. `None`: the key does not exist.
+    fn changed(&self, before: Option<&Shown>, shown: Option<&Shown>) -> String {
+        match (before, shown) {
             (_, None) => String::new(),
             (None, Some(new)) => new.text(),
-            (Some(old), Some(new)) => diff(Some(old), Some(new), CONTEXT_LINES).render(self.args.output.style()),
-        };
-        self.known.keep(&pair.key, shown);
-        Ok(changed)
+            (Some(_), Some(_)) => diff(before, shown, CONTEXT_LINES).render(self.args.output.style()),
+        }
     }
 
-    /// Returns the version before this one, if it is known or can be read.
-    async fn before(&mut self, pair: &KeyValue) -> Result<Option<Shown>> {
+    /// Returns what is known of the versions before this one. Reads the one before only to print what changed.
+    async fn last(&mut self, pair: &KeyValue) -> Result<Last> {
         if let Some(known) = self.known.take(&pair.key) {
             return Ok(known);
         }
-        if pair.version <= 1 || pair.mod_revision <= 1 {
-            return Ok(None);
+        let prints_changes = self.args.output.write_out == Format::Simple && !self.args.brief;
+        if !prints_changes || pair.version <= 1 || pair.mod_revision <= 1 {
+            return Ok(Last::default());
         }
         let before = self.source.pair(&pair.key, pair.mod_revision - 1).await?;
-        Ok(before.map(|before| Shown::of(&before.value, self.args.output.view())))
+        Ok(before.map_or_else(Last::default, |before| Last {
+            shown: Some(Shown::of(&before.value, self.args.output.view())),
+            managers: LastManagers::Known(Managers::of(&before.value)),
+        }))
     }
 }
 
-fn version_json(pair: &KeyValue, shown: Option<&Shown>, change: &HistoryChange) -> serde_json::Value {
+/// Returns the field managers that wrote a version, as far as that is known.
+fn writers(last: &mut LastManagers, pair: &KeyValue, change: &HistoryChange) -> Vec<Manager> {
+    if change.deleted {
+        return Vec::new();
+    }
+    if pair.version == 1 {
+        last.begin();
+    }
+    last.advance(Managers::of(&pair.value), (change.unix_ms != 0).then_some(change.unix_ms))
+}
+
+fn version_json(
+    pair: &KeyValue,
+    shown: Option<&Shown>,
+    change: &HistoryChange,
+    managers: &[Manager],
+) -> serde_json::Value {
     let mut object = match shown {
         Some(shown) => pair_json(pair, shown),
         None => {
@@ -368,6 +400,9 @@ fn version_json(pair: &KeyValue, shown: Option<&Shown>, change: &HistoryChange) 
     }
     if change.time_is_latest {
         object.insert("timeIsLatest".to_owned(), json!(true));
+    }
+    if !managers.is_empty() {
+        object.insert("managers".to_owned(), json!(managers));
     }
     object.into()
 }
@@ -384,14 +419,14 @@ mod tests {
         let mut known = Known::default();
         let mut kept = 0_usize;
         for number in 0..KNOWN_MAX * 2 {
-            let version = (number < 20).then(|| shown.clone());
-            known.keep(&number.to_be_bytes(), version);
+            let shown = (number < 20).then(|| shown.clone());
+            known.keep(&number.to_be_bytes(), Last { shown, managers: LastManagers::Unknown });
             kept = kept.max(known.bytes);
             assert!(known.versions.len() <= KNOWN_MAX && known.bytes <= KNOWN_BYTES_MAX);
         }
         assert!(kept > KNOWN_BYTES_MAX / 2, "{kept}");
         let newest = (KNOWN_MAX * 2 - 1).to_be_bytes();
-        assert!(known.take(&newest).is_some_and(|version| version.is_none()));
+        assert!(known.take(&newest).is_some_and(|last| last.shown.is_none()));
         assert!(known.take(&newest).is_none());
         let keys: Vec<Vec<u8>> = known.versions.keys().cloned().collect();
         keys.iter().for_each(|key| assert!(known.take(key).is_some()));

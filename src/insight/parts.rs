@@ -49,6 +49,8 @@ pub struct ServerState {
     pub db_size_in_use: i64,
     /// 0: there is no quota.
     pub db_size_quota: Option<i64>,
+    /// Bytes of the compacted rows that `--history-retention` keeps. Only the leader measures them.
+    pub history_bytes: Option<i64>,
     pub watchers: Option<i64>,
     pub slow_watchers: Option<i64>,
     pub watch_streams: Option<i64>,
@@ -75,6 +77,15 @@ impl ServerState {
             }
         };
         format!("{}, in use {}, {quota}", bytes(self.db_size), bytes(self.db_size_in_use))
+    }
+
+    /// Returns the size of the kept history as text. `unknown`: the word for one that is not reported.
+    pub(crate) fn history_text(&self, unknown: &str) -> String {
+        match self.history_bytes {
+            None => unknown.to_owned(),
+            Some(0) => "none".to_owned(),
+            Some(kept) => format!("{} of compacted rows", bytes(kept)),
+        }
     }
 }
 
@@ -179,6 +190,8 @@ pub struct Phase {
 pub struct Sizes {
     pub prefix: KeyName,
     pub total: PairSizes,
+    /// The few pairs that are not below `prefix`, if the prefix was not chosen but found.
+    pub rest: PairSizes,
     /// The largest first.
     pub children: Vec<Sized>,
     pub children_total: u64,
@@ -211,6 +224,38 @@ pub struct PairSizes {
 impl PairSizes {
     pub fn bytes(&self) -> u64 {
         self.key_bytes + self.value_bytes.unwrap_or_default()
+    }
+
+    /// Returns the number by which sizes are compared: bytes, or keys if the lengths of values are not reported.
+    pub fn amount(&self) -> u64 {
+        if self.value_bytes.is_some() { self.bytes() } else { self.keys }
+    }
+
+    pub fn plus(&self, other: &Self) -> Self {
+        let value_bytes = match (self.value_bytes, other.value_bytes) {
+            (Some(one), Some(other)) => Some(one.saturating_add(other)),
+            (one, other) => one.or(other),
+        };
+        Self {
+            keys: self.keys.saturating_add(other.keys),
+            key_bytes: self.key_bytes.saturating_add(other.key_bytes),
+            value_bytes,
+        }
+    }
+
+    pub fn minus(&self, part: &Self) -> Self {
+        Self {
+            keys: self.keys.saturating_sub(part.keys),
+            key_bytes: self.key_bytes.saturating_sub(part.key_bytes),
+            value_bytes: self.value_bytes.map(|all| all.saturating_sub(part.value_bytes.unwrap_or_default())),
+        }
+    }
+}
+
+impl Sizes {
+    /// Returns the sizes of all pairs, below the prefix or not.
+    pub fn all(&self) -> PairSizes {
+        self.total.plus(&self.rest)
     }
 }
 

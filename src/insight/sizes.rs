@@ -1,19 +1,27 @@
 //! Reads the sizes below prefixes in the background.
 //!
 //! A read can take seconds with a million keys, so each one is a task, one runs at a time, and the last results are kept.
+//!
+//! A read of all keys goes down as long as one prefix has nearly everything ([`main_prefix`]): a kube-apiserver keeps its
+//! objects below `/registry/` and one key, `compact_rev_key`, elsewhere. Each step down is another request. A prefix that
+//! somebody has chosen is shown as it is.
+//!
 //! Known limits: against etcd, the sizes are the numbers of keys in a listing of at most [`LISTED_KEYS_MAX`] keys, once in
 //! [`LISTING_PAUSE`], because a listing costs etcd as much as reading the pairs.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use orlop_client::{Client, describe};
-use orlop_core::types::{child_prefix, common_path, prefix_end};
+use orlop_core::{
+    store::sizes::NAME_BYTES_MAX,
+    types::{child_prefix, common_path, prefix_end},
+};
 use orlop_wire::proto::client::{etcdserverpb::RangeRequest, orlopb as pb};
 use tokio::{
     task::JoinHandle,
     time::{Instant, timeout_at},
 };
-use tonic::Code;
+use tonic::{Code, Status};
 
 use super::{
     parts::{KeyName, PairSizes, Sized, Sizes},
@@ -28,6 +36,10 @@ const LISTED_KEYS_MAX: usize = 200_000;
 const LISTED_KEYS_PAGE: i64 = 5_000;
 /// Time between two listings of a prefix.
 const LISTING_PAUSE: Duration = Duration::from_secs(300);
+/// Maximum number of steps down from all keys. The server visits all keys below the prefix for each one.
+const STEPS_DOWN_MAX: usize = 4;
+/// A prefix with less than this part of the sizes, in percent, is shown beside the others.
+const MAIN_PERCENT: u64 = 99;
 /// Maximum number of prefixes whose last result is kept.
 const KEPT_MAX: usize = 4;
 
@@ -131,13 +143,46 @@ impl Drop for SizesReader {
 }
 
 async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult {
-    let request = pb::SizesRequest { prefix: prefix.clone().into(), limit };
-    let response = match client.insight().max_decoding_message_size(16 << 20).sizes(request).await {
-        Ok(response) => response.into_inner(),
+    let mut sizes = match request_sizes(client, prefix.clone(), limit).await {
+        Ok(sizes) => sizes,
         Err(status) if status.code() == Code::Unimplemented => return list_keys(client, prefix).await,
         Err(status) if status.code() == Code::PermissionDenied => return Err(ONLY_ROOT.to_owned()),
         Err(status) => return Err(describe(&status)),
     };
+    for _ in 0..steps_down_max(&prefix) {
+        let Some(main) = main_prefix(&sizes) else { break };
+        let below = request_sizes(client, main.name.0.clone(), limit).await.map_err(|status| describe(&status))?;
+        sizes = went_down(&sizes, main, below);
+    }
+    Ok(sizes)
+}
+
+/// Returns the maximum number of steps down from a prefix that was asked for.
+fn steps_down_max(prefix: &[u8]) -> usize {
+    if prefix.is_empty() { STEPS_DOWN_MAX } else { 0 }
+}
+
+/// Returns the prefix that has nearly everything.
+fn main_prefix(sizes: &Sizes) -> Option<&Sized> {
+    // The server may have cut a longer name.
+    let largest = sizes.children.first().filter(|child| child.is_prefix && child.name.0.len() < NAME_BYTES_MAX)?;
+    let (part, all) = (u128::from(largest.sizes.amount()), u128::from(sizes.total.amount()));
+    (part * 100 >= all * u128::from(MAIN_PERCENT)).then_some(largest)
+}
+
+/// Returns the sizes below the main prefix, with the rest of those above it.
+fn went_down(above: &Sizes, main: &Sized, below: Sizes) -> Sizes {
+    Sizes {
+        rest: above.rest.plus(&above.total.minus(&main.sizes)),
+        age_ms: above.age_ms.max(below.age_ms),
+        cost_us: above.cost_us.zip(below.cost_us).map(|(above, below)| above.saturating_add(below)),
+        ..below
+    }
+}
+
+async fn request_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> Result<Sizes, Status> {
+    let request = pb::SizesRequest { prefix: prefix.into(), limit };
+    let response = client.insight().max_decoding_message_size(16 << 20).sizes(request).await?.into_inner();
     let sizes = |sizes: Option<pb::PairSizes>| {
         let pb::PairSizes { keys, key_bytes, value_bytes } = sizes.unwrap_or_default();
         PairSizes { keys, key_bytes, value_bytes: Some(value_bytes) }
@@ -150,6 +195,7 @@ async fn read_sizes(client: &Client, prefix: Vec<u8>, limit: u32) -> SizesResult
     Ok(Sizes {
         prefix: KeyName(response.prefix.into()),
         total: sizes(response.total),
+        rest: PairSizes::default(),
         children: response.children.into_iter().map(child).collect(),
         children_total: response.children_total,
         largest_keys: response.largest_keys.into_iter().map(child).collect(),
@@ -181,7 +227,21 @@ async fn list_keys(client: &Client, prefix: Vec<u8>) -> SizesResult {
             None => break false,
         }
     };
-    Ok(count_by_segment(&keys, prefix, is_partial))
+    Ok(count_keys(&keys, prefix, is_partial))
+}
+
+/// Counts sorted keys below the prefix, or below the one that has nearly all of them.
+fn count_keys(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Sizes {
+    let steps_max = steps_down_max(&prefix);
+    let mut sizes = count_by_segment(keys, prefix, is_partial);
+    for _ in 0..steps_max {
+        let Some(main) = main_prefix(&sizes) else { break };
+        let prefix = &main.name.0;
+        let keys = &keys[keys.partition_point(|key| key < prefix)..];
+        let keys = &keys[..keys.partition_point(|key| key.starts_with(prefix))];
+        sizes = went_down(&sizes, main, count_by_segment(keys, prefix.clone(), is_partial));
+    }
+    sizes
 }
 
 /// Counts sorted keys by the path segment below the prefix, or below the longest path that they share.
@@ -209,6 +269,7 @@ fn count_by_segment(keys: &[Vec<u8>], prefix: Vec<u8>, is_partial: bool) -> Size
     Sizes {
         prefix: KeyName(prefix),
         total,
+        rest: PairSizes::default(),
         children,
         children_total,
         largest_keys: Vec::new(),
@@ -307,12 +368,51 @@ mod tests {
             (&["/r/a"], "/r", "/r/", &[("/r/a", false, 1)]),
         ] {
             let keys: Vec<Vec<u8>> = keys.iter().map(|key| key.as_bytes().to_vec()).collect();
-            let sizes = count_by_segment(&keys, prefix.into(), false);
+            let sizes = count_keys(&keys, prefix.into(), false);
             let children: Vec<_> =
                 (sizes.children.iter()).map(|child| (child.name.text(), child.is_prefix, child.sizes.keys)).collect();
             let want: Vec<_> =
                 want.iter().map(|(name, is_prefix, keys)| ((*name).to_owned(), *is_prefix, *keys)).collect();
             assert_eq!((sizes.prefix.text(), children), (want_prefix.to_owned(), want));
         }
+    }
+
+    #[test]
+    fn key_of_an_api_server_does_not_hide_what_is_below_the_registry() {
+        let mut keys: Vec<Vec<u8>> = (0..300).map(|n| format!("/registry/pods/{n:03}").into_bytes()).collect();
+        keys.extend((0..20).map(|n| format!("/registry/secrets/{n:03}").into_bytes()));
+        keys.push(b"compact_rev_key".to_vec());
+        let sizes = count_keys(&keys, Vec::new(), false);
+        let children: Vec<_> = sizes.children.iter().map(|child| (child.name.text(), child.sizes.keys)).collect();
+        let want = [("/registry/pods/".to_owned(), 300), ("/registry/secrets/".to_owned(), 20)];
+        assert_eq!((sizes.prefix.text(), &*children), ("/registry/".to_owned(), &want[..]));
+        assert_eq!((sizes.total.keys, sizes.rest.keys, sizes.rest.key_bytes), (320, 1, 15));
+        assert_eq!((sizes.all().keys, sizes.all().value_bytes), (321, None));
+        // Of more than one step, the rests are added up.
+        keys.extend((0..3).map(|n| format!("/other/{n}").into_bytes()));
+        keys.sort();
+        let sizes = count_keys(&keys, Vec::new(), false);
+        assert_eq!((sizes.prefix.text(), sizes.total.keys, sizes.rest.keys), ("/registry/".to_owned(), 320, 4));
+        // A prefix that somebody has chosen is shown as it is.
+        keys.retain(|key| key.starts_with(b"/"));
+        let sizes = count_keys(&keys, b"/".to_vec(), false);
+        assert_eq!((sizes.prefix.text(), sizes.children_total, sizes.rest.keys), ("/".to_owned(), 2, 0));
+    }
+
+    #[test]
+    fn main_prefix_has_nearly_all_bytes() {
+        let pairs = |value_bytes| PairSizes { keys: 1, key_bytes: 0, value_bytes: Some(value_bytes) };
+        for (name, is_prefix, part, all, is_main) in [
+            ("/a/", true, 99, 100, true),
+            ("/a/", true, 98, 100, false),
+            ("/a/", true, u64::MAX, u64::MAX, true),
+            ("/a", false, 100, 100, false),
+            (&*format!("{}/", "a".repeat(NAME_BYTES_MAX - 1)), true, 100, 100, false),
+        ] {
+            let child = Sized { name: KeyName(name.into()), is_prefix, sizes: pairs(part) };
+            let sizes = Sizes { children: vec![child], total: pairs(all), ..Sizes::default() };
+            assert_eq!(main_prefix(&sizes).is_some(), is_main, "{part} of {all}, {} bytes of name", name.len());
+        }
+        assert_eq!(main_prefix(&Sizes::default()), None);
     }
 }

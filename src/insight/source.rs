@@ -40,6 +40,14 @@ pub const ONLY_ROOT: &str = "only a user with the role root may read this";
 /// Why a part is missing if the server is not an Orlop that has the service `orlopb.Insight`.
 const NOT_IN_ETCD: &str = "not reported by etcd";
 
+/// Whether the parts that only a user with the role root may read are requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RootParts {
+    Request,
+    /// They are missing, because the server has refused them to the user before.
+    Skip,
+}
+
 /// Reads snapshots from one endpoint. Connects when it is needed, and again after an error.
 pub struct Source {
     flags: ServerFlags,
@@ -84,13 +92,13 @@ impl Source {
     /// Reads with the client of the last read, or with a new one if its connection is lost or its token has expired.
     async fn read_without_sizes(&mut self) -> Result<(Client, Snapshot), Error> {
         if let Some(client) = self.client.take().filter(|client| !client.is_lost()) {
-            match read(&client, ROWS_MAX).await {
+            match read(&client, ROWS_MAX, RootParts::Request).await {
                 Err(Error::Request { error, .. }) if refuses_token(&error) => {}
                 outcome => return outcome.map(|snapshot| (client, snapshot)),
             }
         }
         let client = self.flags.connect().await?;
-        let snapshot = read(&client, ROWS_MAX).await?;
+        let snapshot = read(&client, ROWS_MAX, RootParts::Request).await?;
         Ok((client, snapshot))
     }
 }
@@ -109,9 +117,9 @@ fn refuses_token(error: &str) -> bool {
 /// # Cancel safety
 ///
 /// Cancel safe.
-pub async fn read(client: &Client, rows_max: u32) -> Result<Snapshot, Error> {
+pub async fn read(client: &Client, rows_max: u32, root_parts: RootParts) -> Result<Snapshot, Error> {
     let failed = |error: String| Error::Request { endpoint: client.endpoint().to_string(), error };
-    match timeout(READ_MAX, read_parts(client, rows_max)).await {
+    match timeout(READ_MAX, read_parts(client, rows_max, root_parts)).await {
         Ok(Ok(snapshot)) => Ok(snapshot),
         Ok(Err(status)) => Err(failed(format!("{}{}", describe(&status), hint_at_user(&status)))),
         Err(_) => Err(failed(format!("no answer within {} s", READ_MAX.as_secs()))),
@@ -124,18 +132,26 @@ async fn in_time<T>(part: impl Future<Output = Result<T, Status>>) -> Result<T, 
     timeout(PART_MAX, Box::pin(part)).await.unwrap_or_else(late)
 }
 
-async fn read_parts(client: &Client, limit: u32) -> Result<Snapshot, Status> {
+async fn read_parts(client: &Client, limit: u32, root_parts: RootParts) -> Result<Snapshot, Status> {
     let (mut maintenance, mut cluster) = (client.maintenance(), client.cluster());
     let (mut insight, mut second, mut third, mut fourth) =
         (client.insight(), client.insight(), client.insight(), client.insight());
-    let (status, page, listed, watchers, slow, leases, members) = tokio::join!(
+    let of_root = async {
+        match root_parts {
+            RootParts::Request => tokio::join!(
+                in_time(insight.watchers(pb::WatchersRequest { limit })),
+                in_time(second.slow_requests(pb::SlowRequestsRequest {})),
+                in_time(third.expiring_leases(pb::ExpiringLeasesRequest { limit })),
+                in_time(fourth.members(pb::MembersRequest {})),
+            ),
+            RootParts::Skip => (Err(refused()), Err(refused()), Err(refused()), Err(refused())),
+        }
+    };
+    let (status, page, listed, (watchers, slow, leases, members)) = tokio::join!(
         maintenance.status(StatusRequest {}),
         in_time(client.metrics()),
         in_time(cluster.member_list(MemberListRequest::default())),
-        in_time(insight.watchers(pb::WatchersRequest { limit })),
-        in_time(second.slow_requests(pb::SlowRequestsRequest {})),
-        in_time(third.expiring_leases(pb::ExpiringLeasesRequest { limit })),
-        in_time(fourth.members(pb::MembersRequest {})),
+        of_root,
     );
     let status = status?.into_inner();
     let mut missing = BTreeMap::new();
@@ -177,6 +193,11 @@ async fn read_parts(client: &Client, limit: u32) -> Result<Snapshot, Status> {
     })
 }
 
+/// Returns what the server has said of a part that is not requested again.
+fn refused() -> Status {
+    Status::permission_denied(ONLY_ROOT)
+}
+
 fn hex(id: u64) -> String {
     format!("{id:x}")
 }
@@ -189,6 +210,7 @@ pub(crate) fn server_state(answer: StatusResponse, page: Option<&MetricsPage>) -
         labels.get(label).map(|value| printable(value))
     };
     let header = answer.header.unwrap_or_default();
+    let leads = answer.leader == header.member_id;
     // etcd before 3.6 does not report its quota in the response.
     let quota =
         number("etcd_server_quota_backend_bytes").or((answer.db_size_quota > 0).then_some(answer.db_size_quota));
@@ -204,6 +226,7 @@ pub(crate) fn server_state(answer: StatusResponse, page: Option<&MetricsPage>) -
         db_size: answer.db_size,
         db_size_in_use: answer.db_size_in_use,
         db_size_quota: quota,
+        history_bytes: number("orlop_history_bytes").filter(|_| leads),
         watchers: number("etcd_debugging_mvcc_watcher_total"),
         slow_watchers: number("etcd_debugging_mvcc_slow_watcher_total"),
         watch_streams: number("etcd_debugging_mvcc_watch_stream_total"),

@@ -31,6 +31,7 @@ pub(super) fn simple(status: &Status, now: SystemTime) -> String {
         ("compact revision", compact_revision),
         ("keys", number(server.keys)),
         ("size", server.size_text(UNKNOWN)),
+        ("kept history", server.history_text(UNKNOWN)),
         ("instances", number(status.instances)),
         ("leader", if status.is_leader { "this instance" } else { "another instance" }.to_owned()),
         ("watchers", watchers),

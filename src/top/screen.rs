@@ -163,6 +163,7 @@ mod tests {
             is_prefix: name.ends_with('/'),
             sizes: sizes(keys, bytes),
         };
+        let lease = Lease { id: "7b".to_owned(), ttl_secs: 60, remaining_ms: 3_200, keys: 2 };
         Figures {
             now: Snapshot {
                 taken_at: Instant::now(),
@@ -176,6 +177,7 @@ mod tests {
                     db_size: 3 << 20,
                     db_size_in_use: 1 << 20,
                     db_size_quota: Some(2 << 30),
+                    history_bytes: Some(12 << 20),
                     watchers: Some(41),
                     slow_watchers: Some(2),
                     watch_streams: Some(12),
@@ -185,14 +187,12 @@ mod tests {
                 counters: None,
                 members: None,
                 watchers: None,
-                leases: Some(Leases {
-                    leases: vec![Lease { id: "7b".to_owned(), ttl_secs: 60, remaining_ms: 3_200, keys: 2 }],
-                    total: 12,
-                }),
+                leases: Some(Leases { leases: vec![lease], total: 12 }),
                 slow_requests: None,
                 sizes: Some(Sizes {
                     prefix: KeyName("/registry/".into()),
                     total: sizes(300, 900_000),
+                    rest: sizes(1, 100_000),
                     children: vec![child("/registry/pods/", 250, 890_000), child("/registry/\u{1b}[2J", 50, 10_000)],
                     children_total: 2,
                     ..Sizes::default()
@@ -245,6 +245,7 @@ orlop top  http://127.0.0.1:2379  Orlop 0.2.0  01:02:03 UTC
 1 Overview  2 Keys  3 Watchers  4 Leases  5 Slow requests  6 Members
 revision       6230 (+20.5/s), compact revision none, keys 300
 size           3.0 MiB, in use 1.0 MiB, 0.0 % of the quota 2.0 GiB
+kept history   12.0 MiB of compacted rows
 requests       1520/s, 0 failed/s, 25.0 % of a core, 64.0 MiB memory
 watchers       41 on 12 streams, 2 slow, 3.0 messages/s
 leases         12, the next expires in 3.2 s
@@ -253,22 +254,31 @@ slow requests  not reported
 alarms         memberID:1 alarm:NOSPACE
 
 Operations";
-        assert_eq!(lines[..12].join("\n"), want);
-        assert!(lines[12..15].iter().zip(["METHOD", "KV/Range", "KV/Put"]).all(|(line, name)| line.starts_with(name)));
+        assert_eq!(lines[..13].join("\n"), want);
+        assert!(lines[13..16].iter().zip(["METHOD", "KV/Range", "KV/Put"]).all(|(line, name)| line.starts_with(name)));
         assert_eq!(
-            lines[13].split_whitespace().collect::<Vec<_>>(),
+            lines[14].split_whitespace().collect::<Vec<_>>(),
             ["KV/Range", "1500", "0", "80", "us", "1.10", "ms"]
         );
         assert_eq!(lines[23], "q quit  tab view  r order: rate  p pause  ? help");
         screen.sorts.next(View::Overview);
-        assert!(drawn(&mut screen, 80, 24)[13].starts_with("KV/Put"), "the greatest p99 is first");
+        assert!(drawn(&mut screen, 80, 24)[14].starts_with("KV/Put"), "the greatest p99 is first");
     }
 
     #[test]
     fn views_show_their_part_or_why_it_is_missing() {
         let mut screen = Screen { figures: Some(figures()), ..Screen::new(String::new()) };
         for (view, want) in [
-            (View::Keys, &["Keys below /registry/: 300 keys", "/registry/pods/ ", "/registry/\\x1b[2J "][..]),
+            (
+                View::Keys,
+                &[
+                    "Keys below /registry/: 300 keys",
+                    "/registry/pods/ ",
+                    "/registry/\\x1b[2J ",
+                    "(elsewhere) ",
+                    " 10.0",
+                ][..],
+            ),
             (View::Watchers, &["not reported by etcd"]),
             (View::Leases, &["Leases that expire next, of 12", "3.2 s  60 s     2"]),
             (View::Slow, &["not reported"]),
@@ -295,7 +305,7 @@ Operations";
         screen.shows_help = false;
         screen.scroll = 1_000;
         drawn(&mut screen, 80, 10);
-        assert_eq!(screen.scroll, 13 - 6, "the last line is at the bottom");
+        assert_eq!(screen.scroll, 14 - 6, "the last line is at the bottom");
         for (width, height) in [(1, 1), (3, 2), (0, 0), (10, 3), (300, 100)] {
             View::ALL.into_iter().for_each(|view| {
                 screen.show(view);

@@ -7,7 +7,7 @@ use super::table::{
     Table,
 };
 use crate::{
-    insight::{Figures, Operation, Sized, Sizes, SlowRequest, WatchedRange},
+    insight::{Figures, Operation, PairSizes, Sized, Sizes, SlowRequest, WatchedRange},
     text::{bytes, micros, rate, secs, time_of_day},
 };
 
@@ -103,6 +103,7 @@ fn summary(figures: &Figures) -> Table {
     let rows = [
         ("revision", revisions(figures)),
         ("size", server.size_text("not reported")),
+        ("kept history", server.history_text("not reported")),
         ("requests", requests(figures)),
         ("watchers", watch_streams(figures)),
         ("leases", lease_count(figures)),
@@ -223,15 +224,17 @@ fn keys(figures: &Figures, order: &str) -> Vec<Table> {
         "name" => children.sort_by_key(|child| child.name.clone()),
         _ => {}
     }
+    let child_row = |child: &Sized| sized_row(child.name.text(), child.sizes, sizes);
+    let rest = (sizes.rest.keys > 0).then(|| sized_row("(elsewhere)".to_owned(), sizes.rest, sizes));
     let listed = Table {
         title: sizes_title(sizes),
-        rows: children.iter().map(|child| sized_row(child, sizes)).collect(),
+        rows: children.iter().copied().map(child_row).chain(rest).collect(),
         note: children.is_empty().then(|| "no keys".to_owned()),
         ..table
     };
     let largest = Table {
         title: "Largest keys".to_owned(),
-        rows: sizes.largest_keys.iter().map(|child| sized_row(child, sizes)).collect(),
+        rows: sizes.largest_keys.iter().map(child_row).collect(),
         note: sizes.largest_keys.is_empty().then(|| "not reported".to_owned()),
         ..table
     };
@@ -245,17 +248,14 @@ fn sizes_title(sizes: &Sizes) -> String {
     format!("Keys below {prefix}: {partial}{} keys, values {values}, {} s ago", sizes.total.keys, sizes.age_ms / 1000)
 }
 
-fn sized_row(child: &Sized, all: &Sizes) -> Vec<String> {
-    let share = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 * 100.0 / all as f64 };
-    let percent = match all.total.value_bytes {
-        Some(_) => share(child.sizes.bytes(), all.total.bytes()),
-        None => share(child.sizes.keys, all.total.keys),
-    };
+fn sized_row(name: String, part: PairSizes, sizes: &Sizes) -> Vec<String> {
+    let all = sizes.all().amount();
+    let percent = if all == 0 { 0.0 } else { part.amount() as f64 * 100.0 / all as f64 };
     vec![
-        child.name.text(),
-        child.sizes.keys.to_string(),
-        bytes(child.sizes.key_bytes.cast_signed()),
-        child.sizes.value_bytes.map_or("-".to_owned(), |value| bytes(value.cast_signed())),
+        name,
+        part.keys.to_string(),
+        bytes(part.key_bytes.cast_signed()),
+        part.value_bytes.map_or("-".to_owned(), |value| bytes(value.cast_signed())),
         format!("{percent:.1}"),
     ]
 }

@@ -85,7 +85,8 @@ async fn status_shows_the_state_of_a_server(backend: Backend) {
         let puts = kind["request"] == "KV/Put";
         assert_eq!(kind["count"], if puts { 3 } else { 1 }, "{json}");
     }
-    for line in [&*format!("database          {database}\n"), "of the quota 1.0 GiB\n", ": p99 "] {
+    let database = format!("database          {database}\n");
+    for line in [&*database, "of the quota 1.0 GiB\n", "kept history      none\n", ": p99 "] {
         assert!(text.contains(line), "no {line:?}: {text}");
     }
 }

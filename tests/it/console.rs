@@ -1,8 +1,10 @@
 //! The web page: every view, who may see and write what, hostile requests and values; and in a real browser.
 
 mod browser;
+mod deleted;
 mod events;
 mod limits;
+mod managers;
 mod page;
 mod password;
 mod rights;
@@ -57,6 +59,7 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
             ("/keys?prefix=/registry/", "/keys?prefix=/registry/namespaces/"),
             ("/keys?prefix=/registry/names", "/key?key=/registry/namespaces/default"),
             ("/keys?prefix=nothing", "There are no keys"),
+            ("/deleted", "were searched"),
             (&key, "apiVersion: v1"),
             (&diff, "Both versions are equal."),
             (&back, "Put revision"),
@@ -85,15 +88,19 @@ async fn every_page_answers_with_a_full_store(backend: Backend) {
             let status = visitor.get(path).await.status;
             assert!([400, 404].contains(&status), "{path}: {status}");
         }
-        let sizes = crate::support::eventually("sizes", async || {
-            let sizes = visitor.clone().open("/sizes/live?prefix=/registry/").await;
-            if sizes.contains("data-complete") { Ok(sizes) } else { Err(sizes) }
-        });
-        let sizes = sizes.await;
-        assert!(
-            sizes.contains("<svg class=\"treemap wide\"") && sizes.contains("/sizes?prefix=/registry/namespaces/"),
-            "{sizes}"
-        );
+        for path in ["/sizes/live", "/sizes/live?prefix=/registry/"] {
+            let sizes = crate::support::eventually("sizes", async || {
+                let sizes = visitor.clone().open(path).await;
+                if sizes.contains("data-complete") { Ok(sizes) } else { Err(sizes) }
+            });
+            let sizes = sizes.await;
+            assert!(
+                sizes.contains("<svg class=\"treemap wide\"") && sizes.contains("/sizes?prefix=/registry/namespaces/"),
+                "{path}: {sizes}"
+            );
+            // `compact_rev_key` is not below the registry.
+            assert_eq!(sizes.contains("Elsewhere: "), path == "/sizes/live", "{path}: {sizes}");
+        }
     }
 }
 
@@ -189,10 +196,19 @@ async fn log_in_is_required_where_auth_is_on(backend: Backend) {
         // `user` may read and write what begins with `a`.
         assert!(visitor.open("/keys?prefix=a").await.contains("/keys?prefix=a/"));
         assert!(visitor.open("/key?key=a/1").await.contains("new"));
-        for path in ["/key?key=b/1", "/keys", "/keys?prefix=b", "/events/stream"] {
+        for path in ["/key?key=b/1", "/keys", "/keys?prefix=b", "/deleted", "/events/stream"] {
             let answer = visitor.get(path).await;
             assert_eq!(answer.status, 403, "{path}: {}", answer.body);
             assert!(answer.body.contains("does not have the right"), "{path}: {}", answer.body);
+        }
+        for (path, want) in [("/keys", "/keys?prefix=a/"), ("/deleted", "were searched")] {
+            // The form is there, for a prefix that the user may read.
+            let refused = visitor.get(path).await.body;
+            assert!(
+                refused.contains(&format!("action=\"{path}\"")) && refused.contains("name=\"prefix\""),
+                "{refused}"
+            );
+            assert!(visitor.open(&format!("{path}?prefix=a")).await.contains(want), "{path}");
         }
         assert!(visitor.open("/").await.contains("only a user with the role root may read this"));
 
@@ -333,6 +349,7 @@ async fn hostile_values_are_text(backend: Backend) {
             format!("/events?prefix={}", encoded(value)),
             format!("/login?next={}", encoded(value)),
             "/sizes/live?prefix=/x/".to_owned(),
+            format!("/deleted?prefix={}", encoded(value)),
         ] {
             check_harmless(&visitor.get(&path).await.body, &path);
         }
@@ -411,6 +428,10 @@ async fn etcd_is_shown_too() {
     for path in ["/", "/sizes", "/events"] {
         visitor.open(path).await;
     }
+    // etcd has no service for the history.
+    let none = visitor.open("/keys?prefix=nothing").await;
+    assert!(!names.contains("/deleted") && !none.contains("not a key now"), "{none}");
+    assert_eq!(visitor.get("/deleted?prefix=/r/").await.status, 404);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -3,6 +3,7 @@
 mod clocks;
 mod commands;
 mod damage;
+mod managers;
 mod model;
 mod moved;
 mod pages;
@@ -20,13 +21,16 @@ use orlop_wire::proto::client::{
         HistoryChangesRequest, HistoryMomentRequest, HistoryPairsRequest, HistoryStateRequest, HistoryStateResponse,
     },
 };
+use serde_json::Value;
 use tokio::time::sleep;
 use tonic::{Code, Status};
 
 use self::model::{Model, ModelChange};
 use crate::{
     check::Place,
-    support::{self, Backend, Client, DEADLINE, Postgres, Random, Server, delete, eventually, get, on_both_backends},
+    support::{
+        self, Backend, Client, DEADLINE, Postgres, Random, Server, delete, eventually, get, on_both_backends, prints,
+    },
 };
 
 const KEYS: [&str; 7] = ["a", "a/1", "a/2", "a/\u{ff}", "b", "b/1", "c"];
@@ -246,6 +250,9 @@ async fn oldest_rows_are_deleted_above_the_limit(backend: Backend) {
     })
     .await;
     assert!(state.archived_rows >= 30 && state.first_revision > 140, "{state:?}");
+    let status = prints(&["status", "--endpoints", server.endpoint(), "-w", "json"]);
+    let status: Value = serde_json::from_str(&status).expect("JSON");
+    assert_eq!(status["historyBytes"], state.archived_bytes);
     compare(&mut client, &model, state.first_revision, &mut random).await;
     let refused = pairs(&mut client, (b"a", b""), state.first_revision - 1).await.expect_err("a deleted revision");
     assert_eq!(refused.code(), Code::OutOfRange);

@@ -247,6 +247,8 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
         client.put(format!("/r/a/{number:02}"), [7; 100]).await;
     }
     client.put("/r/evil\u{1b}[2J", vec![7; 5_000]).await;
+    // A kube-apiserver has this key beside all others.
+    client.put("compact_rev_key", [7; 4]).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 123 }).await.expect("a lease");
     // More slow requests than are kept.
     for _ in 0..256 {
@@ -270,6 +272,7 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
         "KV/Put ",
         "Keys below /r/: 21 keys",
         "/r/a/ ",
+        "(elsewhere) ",
         "/r/*",
         "7b ",
         "put key=/r/a/",
@@ -291,6 +294,9 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
         ("/sizes/children/0/name/text", "/r/evil\\x1b[2J".into()),
         ("/sizes/children/1/sizes/keys", 20.into()),
         ("/sizes/children/1/sizes/valueBytes", 2_000.into()),
+        ("/sizes/total/keys", 21.into()),
+        ("/sizes/rest/keys", 1.into()),
+        ("/sizes/rest/valueBytes", 4.into()),
         ("/sizes/largestKeys/0/name/base64", "L3IvZXZpbBtbMko=".into()),
         ("/watchers/ranges/0/text", "/r/*".into()),
         ("/watchers/ranges/0/watchers", 1.into()),

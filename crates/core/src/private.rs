@@ -8,16 +8,29 @@ use std::{
     path::Path,
 };
 
+use crate::files::sync_folder_of;
+
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
 
-/// Creates a directory and its parents, if they do not exist.
+/// Creates a directory and its parents, if they do not exist. Returns when the names of those that it created are on disk:
+/// a crash of the machine may remove a new name with all below it until the directory that contains it is synced.
 ///
 /// # Errors
 ///
-/// If a directory cannot be created.
+/// If a directory cannot be created or synced.
 pub fn make_folder(folder: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder)
+    let is_missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+    let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
+    DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(folder)?;
+    for folder in missing {
+        match sync_folder_of(folder) {
+            // This user may not read the parent, or its file system cannot sync directories.
+            Err(error) if matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::InvalidInput) => {}
+            synced => synced?,
+        }
+    }
+    Ok(())
 }
 
 /// Returns the options to open a file, creating it if it does not exist.

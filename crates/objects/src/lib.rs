@@ -12,7 +12,7 @@
 //! | UTF-8 | text |
 //! | anything else | a hex dump |
 //!
-//! [`diff()`] compares two rendered values line by line.
+//! [`diff()`] compares two rendered values line by line. [`Managers`] tell who wrote a version of an object of Kubernetes.
 //!
 //! The crate knows nothing of keys, revisions or etcd. Values are untrusted: nothing in them causes a panic, all output
 //! is bounded, and what could control a terminal is escaped. The data of Secrets is masked unless it is asked for; a
@@ -34,7 +34,8 @@
 //! ```
 //!
 //! Modules: `wire` and `envelope` read protobuf, `kubernetes` gives its fields their names, `node` is the tree that all
-//! values become, `secret` masks it, `yaml`, `json` and `hex` write it to `lines`, and `diff` compares those.
+//! values become, `secret` masks it, `yaml`, `json` and `hex` write it to `lines`, and `diff` compares those. `managers` reads
+//! who wrote an object, without the tree.
 //!
 //! The feature `kubernetes` adds the messages of Kubernetes' built-in kinds. Without it, and for kinds that it does not
 //! know, objects in protobuf are shown by field numbers.
@@ -45,6 +46,7 @@ mod hex;
 mod json;
 mod kubernetes;
 mod lines;
+mod managers;
 mod node;
 mod secret;
 #[cfg(test)]
@@ -62,6 +64,7 @@ pub use self::{
     diff::{Change, Diff, DiffLine, Hunk, Style, diff},
     json::without_hazards,
     lines::{escaped, is_hazard},
+    managers::{LastManagers, Manager, Managers},
 };
 use self::{
     envelope::{Envelope, MAGIC},

@@ -1,5 +1,6 @@
-//! Tests of the whole crate: the recorded values of a Kubernetes control plane, masking, differences, hostile bytes.
+//! Tests of the whole crate: the recorded values of a Kubernetes control plane, masking, differences, writers, hostile bytes.
 
+mod managers;
 mod recorded;
 mod secrets;
 
@@ -11,7 +12,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{
-    Form, ManagedFields, Secrets, Shown, Style, View, diff,
+    Form, ManagedFields, Manager, Secrets, Shown, Style, View, diff,
     envelope::MAGIC,
     lines::{TEXT_BYTES_MAX, is_hazard},
     wire::{Fields, WireValue},
@@ -90,6 +91,9 @@ fn check_bounds(value: &[u8]) {
         assert!(!shown.remarks.iter().any(|remark| remark.contains(hazard)));
         assert!(diff(Some(&shown), Some(&shown), 3).hunks.is_empty());
     }
+    let writers = managers::writers_of_first(value);
+    let is_hazardous = |writer: &Manager| writer.to_string().contains(|c| is_hazard(c) && c != '\t');
+    assert!(writers.len() <= 16 && !writers.iter().any(is_hazardous), "{writers:?}");
 }
 
 #[track_caller]

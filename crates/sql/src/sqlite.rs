@@ -125,6 +125,9 @@ impl SqliteLog {
         refuse_etcd(file)?;
         refuse_kine(file).await?;
         let lock = Arc::new(lock_file(file)?);
+        if let Err(error) = load::remove_unfinished(file) {
+            warn!(%error, database = %name, "a file of an interrupted restore stays");
+        }
         let open = |error: sqlx::Error| cannot_open(file, &error);
 
         files::check(file)?;

@@ -4,7 +4,7 @@ use axum::{body::Bytes, response::Response};
 use maud::{Markup, html};
 use orlop_objects::{Change, Diff, Hunk, Shown, diff};
 
-use super::{Space, Tab, Visit, names, secrets_link, secrets_parameter, shown};
+use super::{Hideable, Space, Tab, Visit, names, view_links, view_parameters};
 use crate::{
     console::{
         backend::{Failure, pair},
@@ -32,18 +32,18 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     visit.begin_large().await?;
     let client = &visit.visitor.client;
     let (old, new) = (pair(client, &key, from).await?, pair(client, &key, to).await?);
-    let secrets = visit.secrets();
+    let view = visit.view();
     let has_old = old.is_some();
     let changes = compare(visit, old.map(|kv| kv.value), new.map(|kv| kv.value)).await?;
     let place = format!("/diff?key={}&from={from}&to={to}", encoded(&key));
-    let put_back = format!("/put-back?key={}&revision={from}{}", encoded(&key), secrets_parameter(secrets));
+    let put_back = format!("/put-back?key={}&revision={from}{}", encoded(&key), view_parameters(view));
     Ok(html! {
         (names::path("/keys", &key))
         h1 { "Revision " (from) " and revision " (to) }
         p { (names::key_link(&key)) }
         div.head {
             @if has_old { a.button href=(put_back) { "Put revision " (from) " back" } }
-            @if changes.is_masked || secrets == orlop_objects::Secrets::Show { (secrets_link(&place, secrets)) }
+            div.actions { (view_links(&place, view, changes.hideable)) }
         }
         (changes.markup)
     })
@@ -52,18 +52,17 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
 /// What differs between two values.
 pub(super) struct Changes {
     pub markup: Markup,
-    /// Whether a part of one of the values is masked.
-    pub is_masked: bool,
+    pub hideable: Hideable,
 }
 
 /// Compares two values of a key; `None`: the key does not exist.
 pub(super) async fn compare(visit: &Visit, old: Option<Bytes>, new: Option<Bytes>) -> Result<Changes, Failure> {
-    let secrets = visit.secrets();
+    let view = visit.view();
     let work = move || {
-        let view = |value: &Option<Bytes>| value.as_ref().map(|value| shown(value, secrets));
-        let (old, new) = (view(&old), view(&new));
-        let is_masked = [&old, &new].into_iter().flatten().any(|shown| shown.masked > 0);
-        Changes { markup: difference(old.as_ref(), new.as_ref()), is_masked }
+        let shown = |value: &Option<Bytes>| value.as_ref().map(|value| Shown::of(value, view));
+        let (old, new) = (shown(&old), shown(&new));
+        let values: Vec<&Shown> = [&old, &new].into_iter().flatten().collect();
+        Changes { markup: difference(old.as_ref(), new.as_ref()), hideable: Hideable::of(&values) }
     };
     // Also short values can have many lines, and the search for their smallest difference takes long.
     visit.console.renderer.run_elsewhere(work).await

@@ -6,8 +6,8 @@ use orlop_client::Client;
 
 use super::{
     Tab, Visit,
-    names::{LINKED_BYTES_MAX, link, name, path},
-    prefix_field,
+    names::{LINKED_BYTES_MAX, href, link, name, path},
+    prefix_form,
 };
 use crate::console::{
     backend::{Failure, Name, Names, names},
@@ -22,15 +22,16 @@ const SKIPPED_MAX: usize = 4;
 const SKIPPING_NAMES_MAX: usize = 8;
 
 pub(in crate::console) async fn page(mut visit: Visit) -> Response {
-    let content = content(&mut visit).await;
-    visit.page(Tab::Keys, "Keys", content)
+    let typed = visit.query.bytes("prefix");
+    let content = content(&mut visit, &typed).await;
+    visit.page_with_form(Tab::Keys, "Keys", prefix_form("/keys", &typed, "Search"), content)
 }
 
-async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
+async fn content(visit: &mut Visit, typed: &[u8]) -> Result<Markup, Failure> {
     visit.begin_large().await?;
-    let (typed, after) = (visit.query.bytes("prefix"), visit.query.bytes("after"));
+    let after = visit.query.bytes("after");
     let client = &visit.visitor.client;
-    let mut prefix = typed.clone();
+    let mut prefix = typed.to_vec();
     let mut page = names(client, &prefix, &after, NAMES_MAX).await?;
     if page.names.len() <= SKIPPING_NAMES_MAX {
         for name in page.names.iter_mut().filter(|name| name.is_prefix) {
@@ -45,14 +46,26 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
         page = names(client, &prefix, &after, NAMES_MAX).await?;
     }
     Ok(html! {
-        h1 { "Keys" }
-        form.search method="get" action="/keys" role="search" {
-            (prefix_field(&typed))
-            button type="submit" { "Search" }
+        div.head {
+            (path("/keys", &prefix))
+            @if let Some(deleted) = href("/deleted?prefix=", typed).filter(|_| page.has_history) {
+                a.button href=(deleted) { "Deleted keys" }
+            }
         }
-        (path("/keys", &prefix))
         (list(&prefix, &after, &page))
+        @if let Some(history) = history_of_prefix(typed, &after, &page) {
+            p.muted { "This prefix itself is not a key now. " a href=(history) { "Look at its history" } }
+        }
     })
+}
+
+/// Returns the address of the page of a prefix that is not a key, but may have been one. A prefix that ends with `/` is most
+/// likely none, unless there is no key below it.
+fn history_of_prefix(typed: &[u8], after: &[u8], page: &Names) -> Option<String> {
+    let is_key = page.names.first().is_some_and(|first| first.name == typed);
+    let may_have_been_one = page.names.is_empty() || !typed.ends_with(b"/");
+    let is_offered = page.has_history && after.is_empty() && !typed.is_empty() && !is_key && may_have_been_one;
+    href("/key?key=", typed).filter(|_| is_offered)
 }
 
 /// Replaces a prefix with a single name, which is a prefix, by that one.

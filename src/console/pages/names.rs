@@ -63,8 +63,8 @@ pub(in crate::console) fn key_link(key: &[u8]) -> Markup {
     link("/key?key=", key, &name(key))
 }
 
-/// Returns links from a key to the pages of its prefixes at `place`, which is `/keys` or `/sizes`. Only short prefixes have
-/// links, so that the length of all of them together is bounded.
+/// Returns links from a key to the pages of its prefixes at `place`, such as `/keys`. Only short prefixes have links, so that
+/// the length of all of them together is bounded.
 pub(super) fn path(place: &str, key: &[u8]) -> Markup {
     let short = &key[..key.len().min(SHOWN_BYTES_MAX)];
     let slashes = short.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1);

@@ -2,16 +2,16 @@
 
 use axum::response::Response;
 use maud::{Markup, html};
-use orlop_objects::{Form, Secrets, Shown};
+use orlop_objects::{Form, ManagedFields, Secrets, Shown, View};
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{Space, Tab, Visit, bytes, key_field, names, secrets_link, secrets_parameter, shown, time};
+use super::{Hideable, Space, Tab, Visit, bytes, key_field, names, time, view_links, view_parameters};
 use crate::{
     console::{
         backend::{Failure, Timeline, Version, pair, timeline},
         query::encoded,
     },
-    text::shown_key,
+    text::{shown_key, shown_managers},
 };
 
 /// Number of versions on a page.
@@ -34,16 +34,16 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     let newest = pair(client, &key, 0).await?;
     let found = if revision == 0 { newest.clone() } else { pair(client, &key, revision).await? };
     // A value is shown even if its history cannot be read.
-    let timeline = timeline(client, &key, before, VERSIONS_MAX).await;
+    let timeline = timeline(client, &key, before, VERSIONS_MAX, &visit.console.renderer).await;
     if found.is_none() && newest.is_none() && matches!(&timeline, Ok(timeline) if timeline.versions.is_empty()) {
         return Err(Failure::Missing(format!("there is no key {} and no history of it", shown_key(&key))));
     }
-    let secrets = visit.secrets();
+    let view = visit.view();
     let written = visit.query.number("written");
     let shown_value = match found.clone() {
         Some(kv) => {
             let (key, bytes) = (key.clone(), kv.value.len());
-            let work = move || value(&key, &kv, revision, secrets);
+            let work = move || value(&key, &kv, revision, view);
             Some(visit.console.renderer.run(bytes, work).await?)
         }
         None => None,
@@ -57,19 +57,19 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
         @if revision > 0 && newest.as_ref().map(|kv| kv.mod_revision) != found.as_ref().map(|kv| kv.mod_revision) {
             p.notice {
                 "This is the state at revision " (revision) ". "
-                a href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Show the newest one" }
+                a href=(format!("/key?key={}{}", encoded(&key), view_parameters(view))) { "Show the newest one" }
             }
         }
         @match shown_value {
             Some(value) => (value),
             None => p.notice { "The key does not exist" @if revision > 0 { " at revision " (revision) } "." }
         }
-        (history(&key, &timeline, newest.as_ref(), secrets))
+        (history(&key, &timeline, newest.as_ref(), view))
     })
 }
 
-fn value(key: &[u8], kv: &KeyValue, revision: i64, secrets: Secrets) -> Markup {
-    let value = shown(&kv.value, secrets);
+fn value(key: &[u8], kv: &KeyValue, revision: i64, view: View) -> Markup {
+    let value = Shown::of(&kv.value, view);
     let at = if revision > 0 { format!("&revision={revision}") } else { String::new() };
     let facts = [
         ("Content", form(&value)),
@@ -84,9 +84,7 @@ fn value(key: &[u8], kv: &KeyValue, revision: i64, secrets: Secrets) -> Markup {
         section aria-labelledby="value" {
             div.head {
                 h2 id="value" { "Value" }
-                @if value.masked > 0 || secrets == Secrets::Show {
-                    (secrets_link(&format!("/key?key={}{at}", encoded(key)), secrets))
-                }
+                div.actions { (view_links(&format!("/key?key={}{at}", encoded(key)), view, Hideable::of(&[&value]))) }
             }
             (lines(&value))
         }
@@ -120,28 +118,29 @@ fn lines(value: &Shown) -> Markup {
     }
 }
 
-fn history(key: &[u8], timeline: &Result<Timeline, Failure>, newest: Option<&KeyValue>, secrets: Secrets) -> Markup {
+fn history(key: &[u8], timeline: &Result<Timeline, Failure>, newest: Option<&KeyValue>, view: View) -> Markup {
     let newest = newest.map_or(0, |kv| kv.mod_revision);
     html! {
         section aria-labelledby="history" {
             h2 id="history" { "History" }
             @match timeline {
-                Ok(timeline) => (versions(key, timeline, newest, secrets)),
+                Ok(timeline) => (versions(key, timeline, newest, view)),
                 Err(failure) => p.notice { "The history cannot be read. " (failure.texts().1) }
             }
         }
     }
 }
 
-fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> Markup {
+fn versions(key: &[u8], timeline: &Timeline, newest: i64, view: View) -> Markup {
     let encoded_key = encoded(key);
     html! {
         form method="get" action="/diff" {
             (key_field(key))
-            @if secrets == Secrets::Show { input type="hidden" name="secrets" value="show"; }
+            @if view.secrets == Secrets::Show { input type="hidden" name="secrets" value="show"; }
+            @if view.managed_fields == ManagedFields::Show { input type="hidden" name="managed-fields" value="show"; }
             ol.timeline {
                 @for (at, version) in timeline.versions.iter().enumerate() {
-                    (entry(&encoded_key, at, version, newest, secrets))
+                    (entry(&encoded_key, at, version, newest, view))
                 }
             }
             @if timeline.versions.len() > 1 {
@@ -151,7 +150,7 @@ fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> M
         nav.pages aria-label="Pages of the history" {
             @if let Some(last) = timeline.versions.last().filter(|_| timeline.more) {
                 @let before = last.mod_revision - 1;
-                a.button href=(format!("/key?key={encoded_key}&before={before}{}", secrets_parameter(secrets))) {
+                a.button href=(format!("/key?key={encoded_key}&before={before}{}", view_parameters(view))) {
                     "Older versions"
                 }
             }
@@ -162,7 +161,17 @@ fn versions(key: &[u8], timeline: &Timeline, newest: i64, secrets: Secrets) -> M
     }
 }
 
-fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: Secrets) -> Markup {
+/// Returns when a version was written; nothing if that is not known.
+pub(super) fn when(version: &Version) -> Markup {
+    html! {
+        @if let Some(unix_ms) = version.unix_ms {
+            @if version.time_is_latest { "by " }
+            (time(unix_ms))
+        }
+    }
+}
+
+fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, view: View) -> Markup {
     let (revision, read_at) = (version.mod_revision, version.read_at);
     let what = if version.is_delete {
         "deleted"
@@ -185,14 +194,14 @@ fn entry(encoded_key: &str, at: usize, version: &Version, newest: i64, secrets: 
             }
             span class=(format!("badge {what}")) { (what) }
             " revision " (revision) " "
-            @if version.time_is_latest { "by " }
-            @if let Some(unix_ms) = version.unix_ms { (time(unix_ms)) }
+            (when(version))
             @if !version.is_delete {
                 span.muted { " version " (version.version) ", " (bytes(version.value_len)) }
+                @if !version.managers.is_empty() { span { " by " (shown_managers(&version.managers)) } }
                 span.actions {
-                    a href=(format!("/key?key={encoded_key}&revision={read_at}{}", secrets_parameter(secrets))) { "Show" span.hidden { " revision " (revision) } }
+                    a href=(format!("/key?key={encoded_key}&revision={read_at}{}", view_parameters(view))) { "Show" span.hidden { " revision " (revision) } }
                     @if revision != newest {
-                        a href=(format!("/put-back?key={encoded_key}&revision={read_at}{}", secrets_parameter(secrets))) { "Put back" span.hidden { " revision " (revision) } }
+                        a href=(format!("/put-back?key={encoded_key}&revision={read_at}{}", view_parameters(view))) { "Put back" span.hidden { " revision " (revision) } }
                     }
                 }
             }

@@ -142,6 +142,7 @@ fn tiles(figures: &Figures) -> Markup {
 
 fn size(server: &ServerState) -> Markup {
     let quota = server.db_size_quota.filter(|quota| *quota > 0);
+    let kept = server.history_bytes.filter(|kept| *kept > 0);
     html! {
         div {
             dt { "Database" }
@@ -157,6 +158,7 @@ fn size(server: &ServerState) -> Markup {
                     None => ", no quota",
                 }
             }
+            @if let Some(kept) = kept { dd.muted { (bytes(kept)) " of kept history" } }
         }
     }
 }
@@ -276,6 +278,20 @@ fn parts(request: &SlowRequest, longest: u64) -> Markup {
                 @if number > 0 { ", " }
                 (escaped(&phase.name)) " " (micros(phase.took_us))
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tile_of_the_database_has_the_kept_history_if_there_is_one() {
+        for (history_bytes, want) in [(None, None), (Some(0), None), (Some(3 << 19), Some("1.5 MiB of kept history"))] {
+            let tile = size(&ServerState { history_bytes, ..ServerState::default() }).0;
+            assert_eq!(tile.contains("history"), want.is_some(), "{tile}");
+            assert!(want.is_none_or(|want| tile.contains(want)), "{tile}");
         }
     }
 }

@@ -3,10 +3,9 @@
 use axum::response::Response;
 use http::StatusCode;
 use maud::{Markup, html};
-use orlop_objects::Secrets;
 use orlop_wire::proto::client::mvccpb::KeyValue;
 
-use super::{Tab, Visit, diff::compare, key_field, login::redirect, names, secrets_link, secrets_parameter};
+use super::{Tab, Visit, diff::compare, key_field, login::redirect, names, view_links, view_parameters};
 use crate::{
     console::{
         backend::{Failure, Written, pair, put_if},
@@ -32,7 +31,7 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
     visit.begin_large().await?;
     let version = version(visit, &key, revision).await?;
     let newest = pair(&visit.visitor.client, &key, 0).await?;
-    let secrets = visit.secrets();
+    let view = visit.view();
     let place = format!("/put-back?key={}&revision={revision}", encoded(&key));
     let may_write = visit.visitor.who != Who::Anyone;
     let is_same = newest.as_ref().is_some_and(|kv| kv.value == version.value);
@@ -52,8 +51,8 @@ async fn content(visit: &mut Visit) -> Result<Markup, Failure> {
             input type="hidden" name="revision" value=(revision);
             input type="hidden" name="expected" value=(newest.as_ref().map_or(0, |kv| kv.mod_revision));
             @if !is_same && may_write { button.danger type="submit" { "Put this version back" } }
-            a.button href=(format!("/key?key={}{}", encoded(&key), secrets_parameter(secrets))) { "Cancel" }
-            @if changes.is_masked || secrets == Secrets::Show { (secrets_link(&place, secrets)) }
+            a.button href=(format!("/key?key={}{}", encoded(&key), view_parameters(view))) { "Cancel" }
+            (view_links(&place, view, changes.hideable))
         }
         @if !may_write { p.muted { (READ_ONLY) } }
         h2 { "What changes" }

@@ -67,9 +67,13 @@ fn shown(sizes: &Sizes) -> Markup {
         div data-complete {
             (path("/sizes", &sizes.prefix.0))
             p {
-                strong { (weight(total)) } " in " (total.keys) " keys"
-                @if sizes.is_partial { ", of the first keys only" }
+                strong { (weight(total)) }
+                @if total.value_bytes.is_some() { " in " (total.keys) " keys" }
+                @if sizes.is_partial { ", and more that were not counted" }
                 span.muted { ", as of " (sizes.age_ms / 1000) " s ago" }
+            }
+            @if sizes.rest.keys > 0 {
+                p.muted { "Elsewhere: " (weight(sizes.rest)) " in " (sizes.rest.keys) " keys" }
             }
             @if sizes.children.is_empty() {
                 p { "There are no keys with this prefix." }
@@ -99,8 +103,7 @@ fn weight(sizes: PairSizes) -> String {
 }
 
 fn number(sizes: PairSizes) -> f64 {
-    let number = if sizes.value_bytes.is_some() { sizes.bytes() } else { sizes.keys };
-    number.max(1) as f64
+    sizes.amount().max(1) as f64
 }
 
 /// Returns the address of a child's page. There is none if the server may have cut the name.
@@ -116,7 +119,7 @@ fn below<'a>(sizes: &Sizes, child: &'a Sized) -> &'a [u8] {
 }
 
 fn children(title: &str, sizes: &Sizes, children: &[Sized]) -> Markup {
-    let all = number(sizes.total);
+    let all = number(sizes.all());
     let rows = html! {
         @for child in children {
             tr {
@@ -167,4 +170,26 @@ fn cut(label: &str, width: f64, text: f64) -> String {
     }
     let fits = |(at, _): &(usize, char)| (at + 2) as f64 * letter <= width;
     label.chars().enumerate().take_while(fits).map(|(_, letter)| letter).chain(['…']).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_counted_once() {
+        let of_orlop = PairSizes { keys: 271, key_bytes: 1_000, value_bytes: Some(24) };
+        for (total, is_partial, want) in [
+            (of_orlop, false, "<strong>1.0 KiB</strong> in 271 keys<span"),
+            (PairSizes { value_bytes: None, ..of_orlop }, false, "<strong>271 keys</strong><span"),
+            (
+                PairSizes { value_bytes: None, ..of_orlop },
+                true,
+                "<strong>271 keys</strong>, and more that were not counted<span",
+            ),
+        ] {
+            let page = shown(&Sizes { total, is_partial, ..Sizes::default() }).0;
+            assert!(page.contains(want), "{want}: {page}");
+        }
+    }
 }

@@ -8,7 +8,7 @@ use x509_parser::time::ASN1Time;
 
 use super::{certificates, check_time};
 use crate::config::SelfSigned;
-use orlop_core::private;
+use orlop_core::{files::sync_folder_of, private};
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// The validity starts this long before now, for clients whose clocks are behind.
@@ -50,12 +50,13 @@ fn generate(wanted: &SelfSigned) -> Result<Pem, rcgen::Error> {
     Ok(Pem { cert: params.self_signed(&key)?.pem(), key: key.serialize_pem() })
 }
 
-/// Writes a file that only the server's user can read.
-fn write_private(file: &Path, text: &str) -> std::io::Result<()> {
-    if let Some(folder) = file.parent() {
+/// Writes a file that only the server's user can read. Returns when the file and its name are on disk.
+fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
+    if let Some(folder) = path.parent() {
         private::make_folder(folder)?;
     }
-    let mut file = private::file_options().write(true).truncate(true).open(file)?;
+    let mut file = private::file_options().write(true).truncate(true).open(path)?;
     file.write_all(text.as_bytes())?;
-    file.sync_all()
+    file.sync_all()?;
+    sync_folder_of(path)
 }

@@ -15,13 +15,16 @@ use super::{
 use crate::{
     auth::{CHEAP, act_as, enable, password},
     kube_trace::{compare::Peer, replay, trace},
-    support::{Backend, Client, Link, Server, put},
+    support::{Backend, Client, Link, Server, delete, put},
 };
 
 /// A key of the recorded control plane that has several versions.
 const KEY: &str = "/registry/deployments/default/web";
 
-/// Starts a server with the store of the recorded control plane, and more versions of a key.
+/// A key that was deleted.
+const DELETED_KEY: &str = "/registry/deployments/default/old";
+
+/// Starts a server with the store of the recorded control plane, more versions of a key, and a deleted key.
 async fn full_server() -> (Server, Client) {
     let server =
         Server::orlop_with(Backend::Sqlite, &["--history-retention", "1h", "--warning-unary-request-duration", "2ms"])
@@ -37,6 +40,8 @@ async fn full_server() -> (Server, Client) {
         );
         client.put(KEY, object).await;
     }
+    client.put(DELETED_KEY, "{}").await;
+    client.kv.delete_range(delete(DELETED_KEY)).await.expect("a delete");
     (server, client)
 }
 
@@ -113,7 +118,6 @@ async fn every_view_works_in_a_browser() {
 
     browser.click("nav a[href='/sizes']").await;
     browser.wait_for("By prefix").await;
-    browser.click(".treemap.wide a[href='/sizes?prefix=/']").await;
     browser.click(".treemap.wide a[href='/sizes?prefix=/registry/events/']").await;
     browser.wait_for("default/").await;
     browser.go(&format!("{}/sizes?prefix=/registry/", page.url)).await;
@@ -141,6 +145,11 @@ async fn every_view_works_in_a_browser() {
     browser.click("button.danger").await;
     browser.wait_for("The version was put back").await;
     browser.wait_for("replicas: 2").await;
+
+    browser.go(&format!("{}/keys?prefix=/registry/deployments/default/", page.url)).await;
+    browser.click("a[href^='/deleted']").await;
+    browser.wait_for(DELETED_KEY).await;
+    look(&browser, "deleted").await;
 
     browser.go(&format!("{}/events?prefix=/registry/events/", page.url)).await;
     browser.wait_for("/registry/events/default/web.").await;
@@ -209,6 +218,7 @@ async fn every_view_fits_a_telephone_in_the_dark() {
     for (name, path, wanted) in [
         ("sizes-telephone", "/sizes?prefix=/registry/", "By prefix"),
         ("keys-telephone", "/keys?prefix=/registry/", "deployments/"),
+        ("deleted-telephone", "/deleted?prefix=/registry/deployments/", DELETED_KEY),
         ("key-telephone", "/key?key=/registry/deployments/default/web", "replicas: 5"),
         ("events-telephone", "/events?prefix=/registry/", "/registry/events/default/web."),
     ] {

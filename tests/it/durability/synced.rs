@@ -14,10 +14,10 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("the path is text")
 }
 
-/// Runs a command, which must succeed. Returns what it synced, in order, with the sizes.
-fn syncs_of(arguments: &[&str]) -> Vec<(PathBuf, u64)> {
+/// Runs a command in a folder. It must succeed. Returns what it synced, in order, with the sizes.
+fn syncs_of(folder: &Path, arguments: &[&str]) -> Vec<(PathBuf, u64)> {
     let preload = Preload::build();
-    let output = run(orlop(arguments).envs(preload.listing_environment()));
+    let output = run(orlop(arguments).current_dir(folder).envs(preload.listing_environment()));
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     preload.syncs()
 }
@@ -34,11 +34,38 @@ async fn saved_snapshots_and_restored_databases_are_synced_with_their_folders() 
     let save = ["snapshot", "save", text(&file), "--endpoints", server.endpoint()];
     let restore = ["snapshot", "restore", text(&file), "--data-dir", text(&data)];
     for (arguments, folder, file) in [(&save, &home, &file), (&restore, &data, &data.join("orlop.db"))] {
-        let syncs = syncs_of(arguments);
+        let syncs = syncs_of(&home, arguments);
         let [.., (synced_file, bytes), (synced_folder, _)] = &syncs[..] else { panic!("{arguments:?}: {syncs:?}") };
         assert_eq!((synced_file.parent(), synced_folder), (Some(&**folder), folder), "{arguments:?}: {syncs:?}");
         let complete = file.metadata().expect("the file exists").len();
         assert!(synced_file != file && *bytes == complete, "{arguments:?}: {complete} bytes, {syncs:?}");
+    }
+}
+
+/// A file is found after a power cut only if the names of all folders above it are on the disk.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn folders_that_contain_new_ones_are_synced() {
+    let server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let home = TempDir::new().expect("a folder");
+    let home = home.path().canonicalize().expect("the folder exists");
+    let (file, absolute) = (home.join("saved.db"), home.join("r/s"));
+    syncs_of(&home, &["snapshot", "save", text(&file), "--endpoints", server.endpoint()]);
+    for (data, parents) in
+        [("p/q/data", &["", "p", "p/q"][..]), ("p/q/other", &["p/q"]), ("alone", &[""]), (text(&absolute), &["", "r"])]
+    {
+        let syncs = syncs_of(&home, &["snapshot", "restore", text(&file), "--data-dir", data]);
+        let synced = |parent: &&str| syncs.iter().any(|(path, _)| *path == home.join(parent));
+        assert!(parents.iter().all(synced), "{data}: {syncs:?}");
+    }
+
+    let preload = Preload::build();
+    let place = Place { environment: preload.listing_environment(), ..Place::default() };
+    let flags = ["--listen-client-urls", "https://127.0.0.1:0", "--auto-tls", "--self-signed-cert-validity", "1"];
+    let server = Server::orlop_at(None, &flags, place).await;
+    let data = server.data_dir().canonicalize().expect("the folder exists");
+    let (syncs, made) = (preload.syncs(), data.join("fixtures/client"));
+    for folder in [&data, &data.join("fixtures"), &made] {
+        assert!(syncs.iter().any(|(path, _)| path == folder), "{}: {syncs:?}", folder.display());
     }
 }
 

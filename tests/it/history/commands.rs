@@ -97,6 +97,7 @@ async fn commands_show_the_past(backend: Backend) {
         (&["history", "/a/"], 0, VERSIONS),
         (&["history", "--prefix", "/a"], 0, VERSIONS),
         (&["history", "/a/1", "--brief"], 0, brief),
+        (&["history", "--since", "5", "--brief"], 0, "revision 5  deleted  /a/2\nrevision 6  created  8 bytes  /c\n"),
         (&["history", "/a/1", "--brief", "--limit", "1"], 0, "revision 4  version 2  9 bytes  /a/1\n"),
         (&["history", "/a/1", "--since", "3", "--brief"], 0, "revision 4  version 2  9 bytes  /a/1\n"),
         (&["history", "/none"], 1, ""),
@@ -117,6 +118,7 @@ changed  /a/1  revision 2 -> 4
 deleted  /a/2  revision 3 -> -
 ",
         ),
+        (&["diff", "--from", "4", "--keys-only"], 1, "deleted  /a/2  revision 3 -> -\nadded    /c  revision - -> 6\n"),
         (&["diff", "/a/1", "--from", "2", "--color", "always"], 1, "changed  /a/1  revision 2 -> 4\n"),
         (
             &["rewind", "/a/", "--to", "3", "--dry-run", "--keys-only"],
@@ -131,7 +133,13 @@ added    /a/2  revision - -> 3
     for (arguments, status, expected) in table {
         let (found, text, error) = at(&server, arguments).await;
         // An empty output is explained.
-        let is_named = error.starts_with("orlop: nothing found for the ") && error.lines().count() == 1;
+        let not_found = match arguments {
+            ["get", key] => {
+                format!("orlop: the key {key} did not exist at revision 6; a prefix ends with / or needs --prefix\n")
+            }
+            _ => "orlop: nothing found for the ".to_owned(),
+        };
+        let is_named = error.starts_with(&not_found) && error.lines().count() == 1;
         assert!(if (*status, *expected) == (1, "") { is_named } else { error.is_empty() }, "{arguments:?}: {error}");
         assert_eq!(found, *status, "{arguments:?}: {text}");
         match arguments {
@@ -140,6 +148,52 @@ added    /a/2  revision - -> 3
             [.., "--raw"] => assert_eq!(format!("{text}\n"), *expected),
             _ => assert_eq!(without_times(&text), *expected, "{arguments:?}"),
         }
+    }
+}
+
+async fn times_are_answered_with_their_revisions(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &KEEP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    fill(&mut client).await;
+    // Times are recorded once a second.
+    eventually("the time of the last change", async || {
+        let found = at(&server, &["get", "/c", "--at", "1ms"]).await;
+        if found.0 == 0 { Ok(()) } else { Err(found) }
+    })
+    .await;
+    let table: &[(&[&str], &str, &str)] = &[
+        (&["get", "/a/1", "--at", "1ms", "--raw"], "one\nthree", "at revision 6, the newest one at TIME"),
+        (
+            &["get", "/a/2", "--at", "1ms"],
+            "",
+            "the key /a/2 did not exist at revision 6, the newest one at TIME; a prefix ends with / or needs --prefix",
+        ),
+        (
+            &["diff", "/a/", "--from", "4", "--to", "1ms", "--keys-only"],
+            "deleted  /a/2  revision 3 -> -\n",
+            "to revision 6, the newest one at TIME",
+        ),
+        (&["diff", "--from", "1ms"], "", "from revision 6, the newest one at TIME"),
+    ];
+    for (arguments, expected, sentence) in table {
+        let (_, text, error) = at(&server, arguments).await;
+        let error = match error.split_once("the newest one at ") {
+            Some((before, after)) => {
+                format!("{before}the newest one at TIME{}", &after["2026-11-26T14:02:00Z".len()..])
+            }
+            None => error,
+        };
+        assert_eq!((&*text, error), (*expected, format!("orlop: {sentence}\n")), "{arguments:?}");
+    }
+    // In JSON, the objects have the revision.
+    let table: &[(&[&str], &str)] = &[
+        (&["get", "/a/1", "--at", "1ms"], "atRevision"),
+        (&["diff", "/a/", "--from", "3", "--to", "1ms"], "toRevision"),
+    ];
+    for (arguments, name) in table {
+        let (_, text, error) = at(&server, &[*arguments, &["-w", "json"]].concat()).await;
+        let object = text.lines().next().and_then(|line| serde_json::from_str::<Value>(line).ok()).expect("an object");
+        assert_eq!((&object[name], &*error), (&Value::from(6), ""), "{arguments:?}: {text}");
     }
 }
 
@@ -194,6 +248,9 @@ async fn invalid_arguments_are_refused(backend: Backend) {
         (&["rewind", "", "--to", "6", "--yes", "--exact"], empty),
         (&["diff", "", "--from", "6"], empty),
         (&["get", ""], empty),
+        (&["get", "--at", "6"], &["required", "KEY"]),
+        (&["rewind", "--to", "6", "--yes"], &["required", "KEY"]),
+        (&["diff", "--from", "6", "--exact"], &["required", "KEY"]),
         (&["history", ""], empty),
         (&["rewind", "/a/1", "--to", "7"], &["revision 7 does not exist"]),
         (&["rewind", "/a/1", "--to", "2100-01-01"], &["2100-01-01T00:00:00Z is in the future; times are in UTC"]),
@@ -413,6 +470,7 @@ async fn past_needs_the_right_to_read(backend: Backend) {
 
 on_both_backends!(
     commands_show_the_past,
+    times_are_answered_with_their_revisions,
     json_is_one_object_per_line,
     invalid_arguments_are_refused,
     rewind_writes_the_past_state,

@@ -179,21 +179,32 @@ async fn refused_migration_leaves_no_archive_beside_another_store() {
 
 /// A kill between the last two steps of a restore leaves it, or somebody who has moved the database alone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archive_without_a_database_is_not_used() {
+async fn archive_without_a_database_is_set_aside() {
+    const ANOTHER: &str = "another history";
     let source = Server::orlop_with(Backend::Sqlite, &KEEP).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
-    let (file, archive) = (home.path().join("saved.db"), home.path().join("copy.db-archive"));
+    let file = home.path().join("saved.db");
     let file = file.to_str().expect("a path in UTF-8");
     prints(&["snapshot", "save", "--history", file, "--endpoints", source.endpoint()]);
-    std::fs::write(&archive, "another history").expect("a file");
-    let datastore = format!("sqlite://{}", home.path().join("copy.db").display());
-    let restored = run(&mut orlop(["snapshot", "restore", file, "--datastore-endpoint", &datastore]));
-    let text = String::from_utf8_lossy(&restored.stderr);
-    assert!(!restored.status.success() && text.contains("copy.db-archive exists already"), "{text}");
-    prints(&["migrate", "--from", source.endpoint(), "--once", "--datastore-endpoint", &datastore]);
-    let aside = std::fs::read_to_string(home.path().join("copy.db-archive.unused")).expect("it is set aside");
-    assert_eq!(aside, "another history");
-    prints(&["check", "--datastore-endpoint", &datastore]);
+    let restore = ["snapshot", "restore", file];
+    let migrate = ["migrate", "--from", source.endpoint(), "--once"];
+    for (name, command) in [("restored.db", &restore[..]), ("copy.db", &migrate[..])] {
+        let beside = |suffix: &str| home.path().join(format!("{name}{suffix}"));
+        let unfinished = [".restoring", "-archive.restoring"].map(beside);
+        for left in [&beside("-archive"), &unfinished[0], &unfinished[1]] {
+            std::fs::write(left, ANOTHER).expect("a file");
+        }
+        let datastore = format!("sqlite://{}", beside("").display());
+        prints(&[command, &["--datastore-endpoint", &datastore]].concat());
+        let aside = std::fs::read_to_string(beside("-archive.unused")).expect("it is set aside");
+        assert_eq!(aside, ANOTHER, "{name}");
+        assert!(!unfinished.iter().any(|file| file.exists()), "{name}");
+
+        // Somebody starts a server instead of restoring again.
+        unfinished.iter().for_each(|file| std::fs::write(file, ANOTHER).expect("a file"));
+        drop(started(&datastore).await);
+        assert!(!unfinished.iter().any(|file| file.exists()), "a start on {name}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,6 +1,8 @@
 //! A database with the schema of the release 0.2.0, which may still use it, is refused and not migrated. A server migrates
 //! it and logs that; an instance of the release that still runs can then no longer write.
 
+use std::fs;
+
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection, SqlStr, SqliteConnection,
     migrate::{Migration, MigrationType, Migrator},
@@ -72,6 +74,29 @@ async fn database_of_an_older_version_is_refused_and_not_migrated(backend: Backe
     let because = ["contains other data", "it was written by an older version of Orlop; use an empty database"];
     destination.check_refused(&source, &because).await;
     assert_eq!(schema(backend, &destination.datastore).await, 1);
+}
+
+/// The version can be read when the transaction that a crash has interrupted is rolled back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn interrupted_start_of_an_older_version_is_refused_and_not_migrated() {
+    let source = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    let mut destination = of_the_first_schema(Backend::Sqlite).await.expect("SQLite is built in");
+    add_row(Backend::Sqlite, &destination.datastore).await;
+    let mut database = SqliteConnection::connect(&destination.datastore).await.expect("a file");
+    // With a small cache, SQLite syncs the journal and writes to the file before the transaction ends.
+    const INTERRUPTED: &str = "PRAGMA journal_mode = DELETE; PRAGMA cache_size = 1; BEGIN; \
+        CREATE TABLE more AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000) \
+        SELECT i, randomblob(1000) AS filler FROM n";
+    sqlx::raw_sql(INTERRUPTED).execute(&mut database).await.expect("a transaction");
+    let home = destination.home.path();
+    for suffix in ["", "-journal"] {
+        let copied = fs::copy(home.join(format!("orlop.db{suffix}")), home.join(format!("crashed.db{suffix}")));
+        assert!(copied.is_ok_and(|bytes| bytes > 0), "{suffix}");
+    }
+    destination.datastore = format!("sqlite://{}", home.join("crashed.db").display());
+    let because = ["contains other data", "it was written by an older version of Orlop; use an empty database"];
+    destination.check_refused(&source, &because).await;
+    assert_eq!(schema(Backend::Sqlite, &destination.datastore).await, 1);
 }
 
 /// A migration that was killed while it made the tables leaves such a database.

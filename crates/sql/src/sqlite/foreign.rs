@@ -4,7 +4,7 @@ use std::path::Path;
 
 use sqlx::{ConnectOptions as _, Connection as _, SqliteConnection, sqlite::SqliteConnectOptions};
 
-use super::{BUSY_TIMEOUT, cannot_open, load::with_suffix};
+use super::{BUSY_TIMEOUT, cannot_open, view::journal_of};
 use crate::migrations::foreign_table;
 use orlop_core::{
     files::folder_of,
@@ -66,7 +66,7 @@ pub(super) async fn refuse_other_tables(file: &Path) -> Result<()> {
     }
     let failed = |error: sqlx::Error| cannot_open(file, &error);
     // A transaction that a crash interrupted must be rolled back before anything can be read.
-    let is_interrupted = with_suffix(file, "-journal").exists();
+    let is_interrupted = journal_of(file).exists();
     let options = SqliteConnectOptions::new()
         .filename(file)
         .read_only(!is_interrupted)

@@ -127,26 +127,20 @@ impl Complete {
 }
 
 impl SqliteLoader {
-    /// Creates the database file of a new instance, with a new cluster ID.
+    /// Creates the database file of a new instance, with a new cluster ID. An archive without a database, which a restore
+    /// leaves that is killed before its last step, is set aside.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the file, or a WAL, journal or archive of it, exists.
+    /// [`Error::Open`] if the file, or a WAL or journal of it or of its archive, exists.
     pub async fn database(file: &Path) -> Result<Self> {
         refuse_etcd(file)?;
         let lock = lock_file(file)?;
-        let files = ["", "-wal", "-shm", "-journal"].map(|suffix| with_suffix(file, suffix));
-        for path in files.into_iter().chain(archive::Loader::files(file)) {
-            if path.exists() {
-                return Err(Error::Open(format!(
-                    "{} exists already; move it and the files whose names start with its name to another folder, \
-                     or restore to another folder",
-                    path.display()
-                )));
-            }
-        }
-        // A restore that was killed may have left it.
-        remove(&with_suffix(&archive::archive_file(file), RESTORING))?;
+        refuse_existing(&["", "-wal", "-shm", "-journal"].map(|suffix| with_suffix(file, suffix)))?;
+        archive::set_aside(&archive::archive_file(file))?;
+        // SQLite would take the WAL of another archive for that of the new one.
+        refuse_existing(&archive::Loader::files(file))?;
+        remove_unfinished(file)?;
         let database = Scratch::new(file, &migrations::sqlite()).await?;
         Ok(Self { database, archive: None, newest: Revision::EMPTY, _lock: lock })
     }
@@ -167,6 +161,25 @@ impl SqliteLoader {
         // The database first: a WAL beside no database is ignored, but a database without its WAL lacks commits.
         ["", "-wal", "-shm", "-journal"].iter().try_for_each(|suffix| remove(&with_suffix(file, suffix)))
     }
+}
+
+/// Removes the temporary files that a restore which was killed has left. Call it with the lock of the database.
+///
+/// # Errors
+///
+/// [`Error::Open`] if a file cannot be removed.
+pub(super) fn remove_unfinished(file: &Path) -> Result<()> {
+    [file, &archive::archive_file(file)].into_iter().try_for_each(|file| remove(&with_suffix(file, RESTORING)))
+}
+
+fn refuse_existing(files: &[PathBuf]) -> Result<()> {
+    files.iter().find(|file| file.exists()).map_or(Ok(()), |file| {
+        Err(Error::Open(format!(
+            "{} exists already; move it and the files whose names start with its name to another folder, or restore to \
+             another folder",
+            file.display()
+        )))
+    })
 }
 
 /// Removes a file, if it exists.

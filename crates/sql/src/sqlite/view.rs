@@ -16,7 +16,7 @@ use super::{
     integrity::{is_damage, refuse_damage, unreadable},
     load::with_suffix,
     read,
-    result_code::{CODE_BUSY, CODE_CANNOT_OPEN, CODE_FULL, CODE_IO, disk_hint, has_code},
+    result_code::{CODE_BUSY, CODE_CANNOT_OPEN, CODE_FULL, CODE_IO, CODE_READ_ONLY, disk_hint, has_code},
     wal::Growth,
 };
 use crate::{
@@ -157,10 +157,18 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
                     "{name} is a database of kine; fill one of Orlop from it with orlop import kine --from {name}"
                 )));
             }
+            let journal = journal_of(&file);
             // Of a file that exists, this means those that SQLite makes beside it.
             return Err(if has_code(&error, CODE_CANNOT_OPEN) {
                 let why = "it has a WAL, and its folder is not writable; copy the file and its WAL to another folder";
                 refused(&format!("cannot open {name}: {why}"), error)
+            } else if has_code(&error, CODE_READ_ONLY) && journal.exists() {
+                // SQLite first rolls back the transaction that was interrupted, and this connection cannot write.
+                Error::Open(format!(
+                    "cannot read {name} yet: a start was interrupted and left {}, which belongs to the database; start the \
+                     server once, which completes it",
+                    journal.display()
+                ))
             } else if [CODE_IO, CODE_FULL, CODE_BUSY].iter().any(|code| has_code(&error, *code)) {
                 refused(&format!("cannot open {name}"), error)
             } else {
@@ -175,7 +183,13 @@ async fn open(name: &str, options: SqliteConnectOptions) -> Result<(SqliteConnec
 /// Returns whether a database file has neither a WAL nor a journal. SQLite may create a WAL and a shared-memory file when
 /// it reads a database; the option immutable prevents that, and is possible only for such a file.
 pub(crate) fn may_be_immutable(file: &Path) -> bool {
-    !has_wal(file) && !with_suffix(file, "-shm").exists() && !with_suffix(file, "-journal").exists()
+    !has_wal(file) && !with_suffix(file, "-shm").exists() && !journal_of(file).exists()
+}
+
+/// Returns the rollback journal of a database file. One that exists while no process writes is that of a transaction that a
+/// crash interrupted, such as the change to WAL mode in the first start on a restored file.
+pub(super) fn journal_of(file: &Path) -> PathBuf {
+    with_suffix(file, "-journal")
 }
 
 pub(super) fn has_wal(file: &Path) -> bool {
@@ -207,6 +221,8 @@ impl ReadLog for SqliteView {
 
 #[cfg(test)]
 mod tests {
+    use orlop_core::log::Log as _;
+
     use super::*;
     use crate::sqlite::SqliteLog;
 
@@ -220,6 +236,33 @@ mod tests {
             .await
             .expect("the versions");
         assert_eq!(versions.last(), Some(&view.schema));
+    }
+
+    /// The first start on a restored file changes its mode from a rollback journal to a WAL.
+    #[tokio::test]
+    async fn interrupted_start_is_named_and_completed_by_the_next_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [made, file, crashed] = ["made.db", "orlop.db", "crashed.db"].map(|name| folder.path().join(name));
+        let log = SqliteLog::open(&made).await.expect("a database");
+        let cluster_id = log.meta().await.expect("facts").cluster_id;
+        log.close(&[]).await;
+        // No connection to the copy exists: one would keep its mode from being changed.
+        std::fs::copy(&made, &file).expect("a copy");
+        let mut connection = SqliteConnectOptions::new().filename(&file).connect().await.expect("a connection");
+        // With a small cache, SQLite syncs the journal and writes to the file before the transaction ends.
+        const INTERRUPTED: &str = "PRAGMA journal_mode = DELETE; PRAGMA cache_size = 1; BEGIN; \
+            CREATE TABLE more AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000) \
+            SELECT i, randomblob(1000) AS filler FROM n";
+        sqlx::raw_sql(INTERRUPTED).execute(&mut connection).await.expect("a transaction");
+        std::fs::copy(&file, &crashed).expect("a copy");
+        std::fs::copy(journal_of(&file), journal_of(&crashed)).expect("a copy");
+        let error = SqliteView::of_database(&crashed).await.err().expect("the view is refused").to_string();
+        let expected = format!("a start was interrupted and left {}", journal_of(&crashed).display());
+        assert!(error.contains(&expected) && error.contains("start the server once"), "{error}");
+        let log = SqliteLog::open(&crashed).await.expect("the start completes it");
+        assert_eq!(log.meta().await.expect("facts").cluster_id, cluster_id);
+        let view = SqliteView::of_database(&crashed).await.expect("a view");
+        assert_eq!(view.meta().await.expect("facts").cluster_id, cluster_id);
     }
 
     #[tokio::test]
