@@ -10,7 +10,7 @@ use axum::{
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
     time::timeout,
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -103,20 +103,21 @@ async fn read(mut body: Body) -> Result<Vec<u8>, Refusal> {
 /// Limits log-ins, which need no session.
 pub(super) struct LogIns {
     /// Permits to wait for a check, and for the check itself.
-    admitted: Semaphore,
+    admitted: Arc<Semaphore>,
     /// Permits to check a password.
-    checked: Semaphore,
+    checked: Arc<Semaphore>,
 }
 
-/// The permission to check one password.
-pub(super) struct LogIn<'a> {
-    _admitted: SemaphorePermit<'a>,
-    _checked: SemaphorePermit<'a>,
+/// The permission to check one password. It outlives the request: a browser that leaves does not shorten a check.
+pub(super) struct LogIn {
+    _admitted: OwnedSemaphorePermit,
+    _checked: OwnedSemaphorePermit,
 }
 
 impl Default for LogIns {
     fn default() -> Self {
-        Self { admitted: Semaphore::new(LOG_INS_MAX + LOG_INS_WAITING_MAX), checked: Semaphore::new(LOG_INS_MAX) }
+        let permits = |count| Arc::new(Semaphore::new(count));
+        Self { admitted: permits(LOG_INS_MAX + LOG_INS_WAITING_MAX), checked: permits(LOG_INS_MAX) }
     }
 }
 
@@ -126,9 +127,9 @@ impl LogIns {
     /// # Cancel safety
     ///
     /// Cancel safe: a cancelled call leaves the queue.
-    pub async fn begin(&self) -> Option<LogIn<'_>> {
-        let admitted = self.admitted.try_acquire().ok()?;
-        let checked = self.checked.acquire().await.ok()?;
+    pub async fn begin(&self) -> Option<LogIn> {
+        let admitted = Arc::clone(&self.admitted).try_acquire_owned().ok()?;
+        let checked = Arc::clone(&self.checked).acquire_owned().await.ok()?;
         Some(LogIn { _admitted: admitted, _checked: checked })
     }
 }

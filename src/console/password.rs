@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use orlop_core::supervise::blocking;
+use orlop_core::{log_limit::LogLimit, supervise::blocking};
 use sha2::{Digest as _, Sha256};
 use tokio::time::sleep;
 use tracing::warn;
@@ -17,6 +17,9 @@ use tracing::warn;
 const LENGTH_MIN: usize = 12;
 /// Time before a wrong password is refused. With the limit of concurrent log-ins, it bounds how many can be tried.
 const WRONG_PAUSE: Duration = Duration::from_secs(1);
+
+/// Limits messages about refused log-ins.
+static REFUSED_LOG: LogLimit = LogLimit::every(Duration::from_secs(1));
 
 pub(super) struct PasswordFile(PathBuf);
 
@@ -43,19 +46,19 @@ impl PasswordFile {
     ///
     /// If it is wrong, or the file cannot be read.
     pub async fn check(&self, given: &str) -> Result<(), Refusal> {
-        const UNREADABLE: Refusal = "The password of the page cannot be read. The log says why.";
         let file = Self(self.0.clone());
-        let password = blocking(move || file.read()).await.ok_or(UNREADABLE)?.map_err(|error| {
-            warn!(%error, "a visitor of the web page could not log in");
-            UNREADABLE
-        })?;
-        // The time that the comparison takes depends on the digests, and says nothing about the password.
-        if Sha256::digest(&password) == Sha256::digest(given) {
-            return Ok(());
+        let (reason, refusal) = match blocking(move || file.read()).await {
+            // The time that the comparison takes depends on the digests, and says nothing about the password.
+            Some(Ok(password)) if Sha256::digest(&password) == Sha256::digest(given) => return Ok(()),
+            Some(Ok(_)) => ("wrong password".to_owned(), "Wrong password."),
+            Some(Err(error)) => (error, "The password of the page cannot be read. The log says why."),
+            None => ("the process ends".to_owned(), "The page ends."),
+        };
+        if let Some(count) = REFUSED_LOG.count() {
+            warn!(reason, count, "log-ins to the web page were refused");
         }
-        warn!("a wrong password of the web page was refused");
         sleep(WRONG_PAUSE).await;
-        Err("Wrong password.")
+        Err(refusal)
     }
 
     /// Returns the content without the end of its line.

@@ -222,10 +222,13 @@ impl Console {
     pub async fn visitor(&self, headers: &HeaderMap, access: Access) -> Result<Visitor, Failure> {
         let (sessions, form) = (&self.sessions, self.sessions.form_token(headers));
         let client = self.backend.client().await?;
-        if let Some((who, token, live)) = sessions.find(headers, access) {
+        let has_users = self.backend.is_auth_enabled(&client).await?;
+        // A session counts only while visitors log in as they did when it began.
+        let session = sessions.find(headers, access).filter(|(who, ..)| matches!(who, Who::User(_)) == has_users);
+        if let Some((who, token, live)) = session {
             return Ok(Visitor { who, client: client.with_token(token), live, form });
         }
-        if self.password.is_some() || self.backend.is_auth_enabled(&client).await? {
+        if has_users || self.password.is_some() {
             return Err(Failure::LoggedOut);
         }
         Ok(Visitor { who: Who::Anyone, client, live: Arc::clone(&sessions.shared), form })

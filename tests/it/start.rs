@@ -419,3 +419,21 @@ async fn empty_database_file_is_filled_with_a_warning() {
     server.restart().await;
     assert_eq!(server.log().matches(WARNING).count(), 1, "{}", server.log());
 }
+
+/// A failed copy over a database that was not stopped: SQLite would delete the WAL.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn empty_database_file_beside_a_wal_is_refused() {
+    let mut server = Server::orlop(Backend::Sqlite).await.expect("SQLite is built in");
+    Client::connect(server.endpoint()).await.put("a", "1").await;
+    server.kill();
+    let [database, wal] = ["orlop.db", "orlop.db-wal"].map(|name| server.data_dir().join(name));
+    let (whole, commits) = (fs::read(&database).expect("a database"), fs::read(&wal).expect("a WAL"));
+    fs::write(&database, "").expect("a file can be written");
+    let folder = server.data_dir();
+    let folder = folder.to_str().expect("a path in UTF-8");
+    check_refused(&["--data-dir", folder], &[], &["is empty, but its WAL is not", "restore a snapshot"]);
+    assert!(fs::read(&wal).expect("a WAL") == commits, "the WAL was changed");
+    fs::write(&database, whole).expect("a file can be written");
+    server.restart().await;
+    Client::connect(server.endpoint()).await.kv.range(get("a")).await.expect("the pair is there");
+}

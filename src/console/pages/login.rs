@@ -7,7 +7,7 @@ use orlop_objects::escaped;
 
 use super::{Frame, Visit};
 use crate::console::{
-    backend::LogInError,
+    backend::{Failure, LogInError},
     limits::Form,
     query::Query,
     server::Console,
@@ -82,10 +82,19 @@ pub(in crate::console) async fn log_in(State(console): State<Console>, headers: 
     let (name, password) = (fields.text("name"), fields.text("password"));
     // A log-in that waits does not keep the whole form in memory.
     drop((sent, fields));
-    let Some(_permit) = console.log_ins.begin().await else {
+    let Some(permit) = console.log_ins.begin().await else {
         return form(&console, &headers, StatusCode::SERVICE_UNAVAILABLE, &next, Notice::Busy);
     };
-    match console.log_in(name, password).await {
+    // A browser that leaves does not end the check, which would shorten the pause after a wrong password.
+    let check = tokio::spawn({
+        let console = console.clone();
+        async move {
+            let _permit = permit;
+            console.log_in(name, password).await
+        }
+    });
+    let ended = |_| Err(LogInError::Failed(Failure::Unavailable("the check of the password ended".to_owned())));
+    match check.await.unwrap_or_else(ended) {
         Ok((Who::Anyone, _)) => redirect(&next, None),
         Ok((who, token)) => {
             console.sessions.end(&headers);

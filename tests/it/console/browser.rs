@@ -34,9 +34,11 @@ async fn full_server() -> (Server, Client) {
         .await
         .unwrap_or_else(|mismatch| panic!("{mismatch}"));
     let mut client = Client::connect(server.endpoint()).await;
-    for (replicas, image) in [(2, "web:1.0"), (2, "web:1.1"), (5, "web:1.1")] {
+    let versions =
+        [(2, "web:1.0", "helm", 1), (2, "web:1.1", "argocd-controller", 2), (5, "web:1.1", "kubectl-edit", 3)];
+    for (replicas, image, manager, second) in versions {
         let object = format!(
-            r#"{{"apiVersion":"apps/v1","kind":"Deployment","metadata":{{"name":"web","namespace":"default"}},"spec":{{"replicas":{replicas},"template":{{"spec":{{"containers":[{{"image":"{image}","name":"web"}}]}}}}}}}}"#
+            r#"{{"apiVersion":"apps/v1","kind":"Deployment","metadata":{{"name":"web","namespace":"default","managedFields":[{{"manager":"{manager}","operation":"Update","apiVersion":"apps/v1","time":"2026-11-29T14:02:0{second}Z"}}]}},"spec":{{"replicas":{replicas},"template":{{"spec":{{"containers":[{{"image":"{image}","name":"web"}}]}}}}}}}}"#
         );
         client.put(KEY, object).await;
     }
@@ -57,6 +59,13 @@ fn load(client: &Client) -> tokio::task::JoinHandle<()> {
             tokio::time::sleep(std::time::Duration::from_millis(3)).await;
         }
     })
+}
+
+/// Waits until a view shows something if a picture of it is taken.
+async fn fill_picture(name: &str, seconds: u64) {
+    if picture(name).is_some() {
+        tokio::time::sleep(std::time::Duration::from_secs(seconds)).await;
+    }
 }
 
 fn picture(name: &str) -> Option<PathBuf> {
@@ -111,9 +120,7 @@ async fn every_view_works_in_a_browser() {
     browser.type_in("#password", PAGE_PASSWORD).await;
     browser.click("form.login button").await;
     browser.wait_for("KV/Put").await;
-    if picture("overview").is_some() {
-        tokio::time::sleep(std::time::Duration::from_secs(20)).await;
-    }
+    fill_picture("overview", 20).await;
     look(&browser, "overview").await;
 
     browser.click("nav a[href='/sizes']").await;
@@ -133,6 +140,7 @@ async fn every_view_works_in_a_browser() {
     browser.click(".search button").await;
     browser.click(&format!("a[href='/key?key={KEY}']")).await;
     browser.wait_for("replicas: 5").await;
+    browser.wait_for("kubectl-edit").await;
     look(&browser, "key").await;
 
     // The last version and the one before are chosen.
@@ -153,6 +161,7 @@ async fn every_view_works_in_a_browser() {
 
     browser.go(&format!("{}/events?prefix=/registry/events/", page.url)).await;
     browser.wait_for("/registry/events/default/web.").await;
+    fill_picture("events", 4).await;
     look(&browser, "events").await;
     browser.click("[data-pause]").await;
     browser.wait_for("Paused").await;

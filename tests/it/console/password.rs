@@ -1,11 +1,16 @@
 //! The password of the page: where the server has no users, who writes has logged in with it.
 
+use std::time::{Duration, Instant};
+
+use orlop_wire::proto::client::etcdserverpb::AuthDisableRequest;
+use tokio::time::timeout;
+
 use super::{
     get,
     page::{PAGE_PASSWORD, Page, Visitor, password_file, value_of},
 };
 use crate::{
-    auth::{CHEAP, enable, password},
+    auth::{CHEAP, act_as, enable, password},
     start::check_refused,
     support::{Backend, Client, Server, free_port, on_both_backends},
 };
@@ -85,7 +90,25 @@ async fn password_opens_the_page_of_a_server_without_users(backend: Backend) {
     }
 }
 
+async fn sessions_end_when_visitors_log_in_differently(backend: Backend) {
+    let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
+    let mut client = Client::connect(server.endpoint()).await;
+    client.put("a", b"value").await;
+    let (open, closed) = (Page::about(server.endpoint(), &[]), Page::with_password(server.endpoint(), &[]));
+    enable(&mut client).await;
+    let mut users = [open.visitor(), closed.visitor()];
+    for user in &mut users {
+        assert_eq!(user.log_in("user", &password("user")).await.status, 303);
+        assert!(user.open("/key?key=a").await.contains("Log out"));
+    }
+    act_as(&mut client, "root").await;
+    client.auth.auth_disable(AuthDisableRequest {}).await.expect("Auth is disabled");
+    assert!(!users[0].open("/key?key=a").await.contains("Log out"), "a user that the server no longer has");
+    assert_eq!(users[1].get("/key?key=a").await.status, 401, "the page has a password");
+}
+
 on_both_backends! {
+    sessions_end_when_visitors_log_in_differently,
     page_without_a_password_only_reads,
     password_opens_the_page_of_a_server_without_users,
 }
@@ -102,6 +125,22 @@ async fn changed_password_needs_no_restart() {
     let answer = page.visitor().log_in("", "short").await;
     assert_eq!(answer.status, 401);
     assert!(answer.body.contains("cannot be read"), "{}", answer.body);
+}
+
+/// A browser that leaves at once does not try more passwords.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn wrong_password_takes_its_time_although_the_browser_leaves() {
+    let Some(server) = Server::orlop(Backend::Sqlite).await else { return };
+    let page = Page::with_password(server.endpoint(), &[]);
+    let begun = Instant::now();
+    for _ in 0..4 {
+        // The check begins before the form can be answered.
+        let mut visitor = page.visitor();
+        let wrong = visitor.log_in("", "a wrong password");
+        assert!(timeout(Duration::from_millis(300), wrong).await.is_err(), "a wrong password is refused at once");
+    }
+    assert_eq!(page.visitor().log_in("", PAGE_PASSWORD).await.status, 303);
+    assert!(begun.elapsed() >= Duration::from_secs(1), "after {:?}", begun.elapsed());
 }
 
 #[test]

@@ -179,7 +179,7 @@ async fn refused_migration_leaves_no_archive_beside_another_store() {
 
 /// A kill between the last two steps of a restore leaves it, or somebody who has moved the database alone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn archive_without_a_database_is_set_aside() {
+async fn archive_without_a_database_is_not_used() {
     const ANOTHER: &str = "another history";
     let source = Server::orlop_with(Backend::Sqlite, &KEEP).await.expect("SQLite is built in");
     let home = TempDir::new().expect("a folder");
@@ -188,6 +188,15 @@ async fn archive_without_a_database_is_set_aside() {
     prints(&["snapshot", "save", "--history", file, "--endpoints", source.endpoint()]);
     let restore = ["snapshot", "restore", file];
     let migrate = ["migrate", "--from", source.endpoint(), "--once"];
+    let archive = home.path().join("other.db-archive");
+    std::fs::write(&archive, ANOTHER).expect("a file");
+    let datastore = format!("sqlite://{}", home.path().join("other.db").display());
+    let refused = run(&mut orlop([&restore[..], &["--datastore-endpoint", &datastore]].concat()));
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("other.db-archive exists already"), "{text}");
+    assert_eq!(std::fs::read_to_string(&archive).expect("it stays"), ANOTHER);
+
+    // As a restore leaves them that is killed between its last two steps.
     for (name, command) in [("restored.db", &restore[..]), ("copy.db", &migrate[..])] {
         let beside = |suffix: &str| home.path().join(format!("{name}{suffix}"));
         let unfinished = [".restoring", "-archive.restoring"].map(beside);

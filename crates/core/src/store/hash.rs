@@ -96,8 +96,12 @@ impl Store {
 }
 
 impl Shared {
-    /// Returns the hash of the pairs at a revision; `None`: at the head. Waits while another hash is computed.
+    /// Returns the hash of the pairs at a revision; `None`: at the head. Waits while another hash is computed, unless this one
+    /// was stored.
     async fn hash(&self, revision: Option<Revision>) -> Result<Hashed> {
+        if let Some(stored) = self.stored_hash(revision) {
+            return Ok(stored);
+        }
         let _computing = self.computing_hash.lock().await;
         let begun = Instant::now();
         let hashed = loop {

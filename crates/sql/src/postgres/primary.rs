@@ -14,7 +14,7 @@
 //! Each attempt resolves names and reads files of passwords and certificates anew.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     fmt,
     hash::{BuildHasher as _, RandomState},
     io,
@@ -105,20 +105,20 @@ struct Known {
     system: Option<String>,
     /// The hosts whose servers do not report their timelines. They would log an error for each connection.
     without_timeline: HashSet<usize>,
-    /// The last refusal that was logged since a server was accepted, and when.
-    refusal: Option<(String, Instant)>,
+    /// By host, the last refusal that was logged since a server was accepted, and when.
+    refusals: HashMap<usize, (String, Instant)>,
 }
 
 impl Known {
-    /// Takes note of a refusal. Returns whether to log it: if it differs from the last one, and again after
+    /// Takes note of a refusal. Returns whether to log it: if it differs from the last one of this host, and again after
     /// [`REFUSAL_LOG_INTERVAL`], because nothing is served until somebody acts on it.
-    fn is_refusal_due(&mut self, refusal: String, now: Instant) -> bool {
+    fn is_refusal_due(&mut self, host: usize, refusal: String, now: Instant) -> bool {
         let is_due = self
-            .refusal
-            .as_ref()
+            .refusals
+            .get(&host)
             .is_none_or(|(last, logged)| *last != refusal || now.duration_since(*logged) >= REFUSAL_LOG_INTERVAL);
         if is_due {
-            self.refusal = Some((refusal, now));
+            self.refusals.insert(host, (refusal, now));
         }
         is_due
     }
@@ -262,7 +262,7 @@ impl Primary {
         let name = &self.host(host).name;
         let mut known = self.known.lock();
         if let Some(refusal) = refusal((&known.system, known.highest), (&system, timeline)) {
-            if known.is_refusal_due(format!("{name}: {refusal}"), Instant::now()) {
+            if known.is_refusal_due(host, refusal.to_string(), Instant::now()) {
                 warn!(host = name, "a server was refused: {refusal}");
             }
             return Err(refusal);
@@ -285,7 +285,7 @@ impl Primary {
         }
         known.last = Some(current);
         known.highest = known.highest.max(timeline);
-        known.refusal = None;
+        known.refusals.clear();
         Ok(Found { connection, generation: self.generation(), options })
     }
 

@@ -43,6 +43,13 @@ fn check_length(opened: File, file: &Path) -> Result<()> {
     let unreadable = |error: io::Error| Error::Open(format!("cannot read database {}: {error}", file.display()));
     let bytes = opened.metadata().map_err(unreadable)?.len();
     if bytes == 0 {
+        if has_wal(file) {
+            // A start writes the first page before the WAL has content. SQLite would delete the WAL with its commits.
+            return Err(Error::Open(format!(
+                "database {name} is empty, but its WAL is not: a copy to {name} has failed; restore a snapshot or a whole copy",
+                name = file.display()
+            )));
+        }
         // A start creates the file after this check. So it is what an interrupted start, or a copy that failed, has left.
         warn!(database = %file.display(), "the database file is empty: creating a new store in it");
     }

@@ -127,18 +127,19 @@ impl Complete {
 }
 
 impl SqliteLoader {
-    /// Creates the database file of a new instance, with a new cluster ID. An archive without a database, which a restore
-    /// leaves that is killed before its last step, is set aside.
+    /// Creates the database file of a new instance, with a new cluster ID. The archive of a restore that was killed before its
+    /// last step is set aside.
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] if the file, or a WAL or journal of it or of its archive, exists.
+    /// [`Error::Open`] if the file or its archive, or a WAL or journal of one of them, exists.
     pub async fn database(file: &Path) -> Result<Self> {
         refuse_etcd(file)?;
         let lock = lock_file(file)?;
         refuse_existing(&["", "-wal", "-shm", "-journal"].map(|suffix| with_suffix(file, suffix)))?;
-        archive::set_aside(&archive::archive_file(file))?;
-        // SQLite would take the WAL of another archive for that of the new one.
+        if with_suffix(file, RESTORING).exists() {
+            archive::set_aside(&archive::archive_file(file))?;
+        }
         refuse_existing(&archive::Loader::files(file))?;
         remove_unfinished(file)?;
         let database = Scratch::new(file, &migrations::sqlite()).await?;

@@ -59,10 +59,18 @@ fn refusal_names_the_remedy_after_a_restore() {
 #[test]
 fn refusal_is_logged_once_a_minute_while_no_server_is_accepted() {
     let (mut known, start) = (Known::default(), Instant::now());
-    for (after_secs, text, is_due) in
-        [(0, "a", true), (59, "a", false), (60, "a", true), (61, "b", true), (62, "b", false), (200, "b", true)]
-    {
+    for (after_secs, host, text, is_due) in [
+        (0, 0, "a", true),
+        (59, 0, "a", false),
+        (60, 0, "a", true),
+        (61, 0, "b", true),
+        (62, 0, "b", false),
+        (62, 1, "c", true),
+        (63, 0, "b", false),
+        (64, 1, "c", false),
+        (200, 0, "b", true),
+    ] {
         let now = start + Duration::from_secs(after_secs);
-        assert_eq!(known.is_refusal_due(text.to_owned(), now), is_due, "{text} after {after_secs} s");
+        assert_eq!(known.is_refusal_due(host, text.to_owned(), now), is_due, "{text} after {after_secs} s");
     }
 }
