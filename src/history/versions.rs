@@ -122,7 +122,7 @@ impl Known {
 
 fn size(key: &[u8], last: &Last) -> usize {
     let lines = last.shown.iter().flat_map(Shown::lines);
-    key.len() + lines.map(|line| line.len() + LINE_BYTES).sum::<usize>()
+    key.len() + lines.map(|line| line.len() + LINE_BYTES).sum::<usize>() + last.managers.bytes()
 }
 
 impl Printer<'_> {
@@ -431,5 +431,31 @@ mod tests {
         let keys: Vec<Vec<u8>> = known.versions.keys().cloned().collect();
         keys.iter().for_each(|key| assert!(known.take(key).is_some()));
         assert_eq!(known.bytes, 0);
+
+        // Without the values, as for `--brief`, the managers can take as much.
+        let managers = many_managers();
+        let managers_bytes = managers.bytes();
+        assert!(managers_bytes * KNOWN_MAX > KNOWN_BYTES_MAX, "{managers_bytes}");
+        let mut kept = 0_usize;
+        for number in 0..KNOWN_MAX {
+            known.keep(&number.to_be_bytes(), Last { shown: None, managers: managers.clone() });
+            kept = kept.max(known.versions.len());
+        }
+        let kept_max = KNOWN_BYTES_MAX / managers_bytes;
+        assert!(kept <= kept_max && kept > kept_max / 2, "{kept}, at most {kept_max}");
+        assert!(known.bytes <= KNOWN_BYTES_MAX);
+    }
+
+    /// Returns managers with long names, half of them without a time.
+    fn many_managers() -> LastManagers {
+        let subresource = "s".repeat(128);
+        let entry = |number: usize| {
+            let time = number.is_multiple_of(2).then_some("2020-02-03T04:05:00Z");
+            let manager = format!("{number:0128}");
+            json!({"manager": manager, "operation": "Update", "subresource": subresource, "time": time})
+        };
+        let entries: Vec<_> = (0..64).map(entry).collect();
+        let value = json!({"apiVersion": "v1", "kind": "T", "metadata": {"managedFields": entries}});
+        LastManagers::Known(Managers::of(value.to_string().as_bytes()))
     }
 }

@@ -195,7 +195,7 @@ pub struct Sizes {
     /// The largest first.
     pub children: Vec<Sized>,
     pub children_total: u64,
-    /// The largest first.
+    /// The largest first. If the prefix was not chosen but found, they are the largest of all keys.
     pub largest_keys: Vec<Sized>,
     pub age_ms: u64,
     /// Processing time that the server needed; `None`: the figures are from a listing of keys.

@@ -170,10 +170,11 @@ fn main_prefix(sizes: &Sizes) -> Option<&Sized> {
     (part * 100 >= all * u128::from(MAIN_PERCENT)).then_some(largest)
 }
 
-/// Returns the sizes below the main prefix, with the rest of those above it.
+/// Returns the sizes below the main prefix, with the rest of those above it. The largest keys can be anywhere.
 fn went_down(above: &Sizes, main: &Sized, below: Sizes) -> Sizes {
     Sizes {
         rest: above.rest.plus(&above.total.minus(&main.sizes)),
+        largest_keys: above.largest_keys.clone(),
         age_ms: above.age_ms.max(below.age_ms),
         cost_us: above.cost_us.zip(below.cost_us).map(|(above, below)| above.saturating_add(below)),
         ..below

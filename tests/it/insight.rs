@@ -246,9 +246,11 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
     for number in 0..20 {
         client.put(format!("/r/a/{number:02}"), [7; 100]).await;
     }
-    client.put("/r/evil\u{1b}[2J", vec![7; 5_000]).await;
+    client.put("/r/evil\u{1b}[2J", vec![7; 1_000_000]).await;
     // A kube-apiserver has this key beside all others.
     client.put("compact_rev_key", [7; 4]).await;
+    // Not a hundredth of the bytes, but larger than all other keys but one.
+    client.put("/large", vec![7; 8_000]).await;
     client.lease.lease_grant(LeaseGrantRequest { ttl: 600, id: 123 }).await.expect("a lease");
     // More slow requests than are kept.
     for _ in 0..256 {
@@ -295,9 +297,10 @@ async fn top_prints_one_screen_or_json(backend: Backend) {
         ("/sizes/children/1/sizes/keys", 20.into()),
         ("/sizes/children/1/sizes/valueBytes", 2_000.into()),
         ("/sizes/total/keys", 21.into()),
-        ("/sizes/rest/keys", 1.into()),
-        ("/sizes/rest/valueBytes", 4.into()),
+        ("/sizes/rest/keys", 2.into()),
+        ("/sizes/rest/valueBytes", 8_004.into()),
         ("/sizes/largestKeys/0/name/base64", "L3IvZXZpbBtbMko=".into()),
+        ("/sizes/largestKeys/1/name/text", "/large".into()),
         ("/watchers/ranges/0/text", "/r/*".into()),
         ("/watchers/ranges/0/watchers", 1.into()),
         ("/leases/leases/0/id", "7b".into()),

@@ -43,12 +43,29 @@ pub struct Manager {
     pub subresource: String,
 }
 
-/// Writes `kubectl-edit (Update)` or `kubelet (Update of status)`, without hazardous characters.
+impl Manager {
+    /// Returns the approximate size in memory.
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.manager.len() + self.operation.len() + self.subresource.len()
+    }
+}
+
+/// Writes `kubectl-edit (Update)` or `kubelet (Update of status)`, without hazardous characters. A name with unusual ones is
+/// in quotes.
 impl fmt::Display for Manager {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let of = if self.subresource.is_empty() { "" } else { " of " };
-        write!(formatter, "{} ({}{of}{})", escaped(&self.manager), self.operation, escaped(&self.subresource))
+        write!(formatter, "{} ({}{of}{})", quoted(&self.manager), self.operation, quoted(&self.subresource))
     }
+}
+
+/// Returns a name as it is, or in quotes if it has unusual characters: the name of a client could read like the end of the
+/// line.
+fn quoted(name: &str) -> String {
+    if name.chars().all(|c| c.is_ascii_alphanumeric() || "._:/@+-".contains(c)) {
+        return name.to_owned();
+    }
+    format!("\"{}\"", escaped(&name.replace('\\', "\\\\").replace('"', "\\\"")))
 }
 
 /// The managers of a value that may have written it.
@@ -90,6 +107,10 @@ impl Managers {
         if same.len() < MANAGERS_MAX && !same.contains(&manager) {
             same.push(manager);
         }
+    }
+
+    fn bytes(&self) -> usize {
+        self.newest.iter().chain(&self.timeless).map(Manager::bytes).sum()
     }
 
     /// Returns those that are not in a version before, whose newest time is not later.
@@ -135,6 +156,14 @@ impl LastManagers {
         };
         *self = Self::Known(version);
         writers
+    }
+
+    /// Returns the approximate size of the managers in memory.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Unknown => 0,
+            Self::Known(managers) => managers.bytes(),
+        }
     }
 }
 

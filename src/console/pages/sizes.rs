@@ -112,9 +112,9 @@ fn href(child: &Sized) -> Option<String> {
     names::href(place, &child.name.0).filter(|_| child.name.0.len() < NAME_BYTES_MAX)
 }
 
-/// Returns the part of a child's name below the prefix, or the whole name.
+/// Returns the part of a child's name below the prefix, or the whole name. The largest keys can be elsewhere.
 fn below<'a>(sizes: &Sizes, child: &'a Sized) -> &'a [u8] {
-    let below = child.name.0.get(sizes.prefix.0.len()..).unwrap_or_default();
+    let below = child.name.0.strip_prefix(&*sizes.prefix.0).unwrap_or_default();
     if below.is_empty() { &child.name.0 } else { below }
 }
 
@@ -175,6 +175,18 @@ fn cut(label: &str, width: f64, text: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::insight::KeyName;
+
+    #[test]
+    fn names_are_shown_below_the_prefix_or_whole() {
+        let sizes = Sizes { prefix: KeyName(b"/registry/".into()), ..Sizes::default() };
+        for (name, shown) in
+            [("/registry/pods/a", "pods/a"), ("/registry/", "/registry/"), ("compact_rev_key", "compact_rev_key")]
+        {
+            let child = Sized { name: KeyName(name.into()), ..Sized::default() };
+            assert_eq!(below(&sizes, &child), shown.as_bytes(), "{name}");
+        }
+    }
 
     #[test]
     fn keys_are_counted_once() {

@@ -19,7 +19,7 @@ async fn history_names_field_managers_and_their_fields_are_shown_on_request(back
     let page = Page::about(server.endpoint(), &[]);
     let mut visitor = page.visitor();
     let object = visitor.open("/key?key=c").await;
-    for (revision, manager) in [(old, "kubectl-edit (Update)"), (new, "helm&lt;br&gt; (Update)")] {
+    for (revision, manager) in [(old, "kubectl-edit (Update)"), (new, "&quot;helm&lt;br&gt;&quot; (Update)")] {
         let (_, entry) = object.split_once(&format!("</span> revision {revision} ")).expect("the version");
         let (entry, _) = entry.split_once("</li>").expect("its end");
         assert!(entry.contains(&format!(" by {manager}</span>")), "{revision}: {entry}");

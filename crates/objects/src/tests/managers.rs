@@ -83,12 +83,27 @@ fn managers_have_their_operation_and_subresource() {
     let metadata = encode(&[(17, &kubelet), (17, &encode(&[(1, b"a\x1b b"), (2, b"Apply"), (4, &time)]))]);
     let writers = writers_of_first(&object("v1", "Pod", &encode(&[(1, &metadata)])));
     let texts: Vec<String> = writers.iter().map(Manager::to_string).collect();
-    assert_eq!(texts, ["kubelet (Update of status)", "a\\x1b b (Apply)"]);
+    assert_eq!(texts, ["kubelet (Update of status)", "\"a\\x1b b\" (Apply)"]);
     let expected = json!([
         {"manager": "kubelet", "operation": "Update", "subresource": "status"},
         {"manager": "a\u{1b} b", "operation": "Apply"},
     ]);
     assert_eq!(json!(writers), expected);
+}
+
+#[test]
+fn names_that_could_be_read_as_something_else_are_in_quotes() {
+    for (manager, subresource, text) in [
+        ("k3s_agent@host:1/v1.2+a", "", "k3s_agent@host:1/v1.2+a (Update)"),
+        ("kubectl (Update)  /registry/forged", "", "\"kubectl (Update)  /registry/forged\" (Update)"),
+        ("a", "x)  /registry/forged", "a (Update of \"x)  /registry/forged\")"),
+        ("a, b", "", "\"a, b\" (Update)"),
+        ("\" (Update)  \\", "", "\"\\\" (Update)  \\\\\" (Update)"),
+        ("ü\u{202e}", "", "\"ü\\u202e\" (Update)"),
+    ] {
+        let [manager, subresource] = [manager, subresource].map(str::to_owned);
+        assert_eq!(Manager { manager, operation: "Update".to_owned(), subresource }.to_string(), text);
+    }
 }
 
 #[test]
