@@ -183,7 +183,7 @@ async fn calls_that_never_arrive_are_not_logged(backend: Backend) {
 /// the calls is a commit of its own, so that writes wait at any moment.
 async fn client_that_answers_no_ping_does_not_delay_a_stop(backend: Backend) {
     const GRANT: &str = "/etcdserverpb.Auth/RoleGrantPermission";
-    const AT_ONCE: usize = 100;
+    const AT_ONCE: usize = 300;
     /// Clients have 5 seconds to finish.
     const STOP_TIME_MAX: Duration = Duration::from_secs(20);
     let Some(mut server) = Server::orlop(backend).await else { return };
