@@ -94,7 +94,8 @@ async fn password_opens_the_page_of_a_server_without_users(backend: Backend) {
 async fn sessions_end_when_visitors_log_in_differently(backend: Backend) {
     let Some(server) = Server::orlop_with(backend, &CHEAP).await else { return };
     let mut client = Client::connect(server.endpoint()).await;
-    client.put("a", b"value").await;
+    let old = client.put("a", b"old").await;
+    client.put("a", b"new").await;
     let (open, closed) = (Page::about(server.endpoint(), &[]), Page::with_password(server.endpoint(), &[]));
     enable(&mut client).await;
     let mut users = [open.visitor(), closed.visitor()];
@@ -104,7 +105,10 @@ async fn sessions_end_when_visitors_log_in_differently(backend: Backend) {
     }
     act_as(&mut client, "root").await;
     client.auth.auth_disable(AuthDisableRequest {}).await.expect("Auth is disabled");
-    assert!(!users[0].open("/key?key=a").await.contains("Log out"), "a user that the server no longer has");
+    let form = users[0].open(&format!("/put-back?key=a&revision={old}")).await;
+    let answer = users[0].confirm(&form, &[]).await;
+    assert_eq!(answer.status, 403, "{}", answer.body);
+    assert!(answer.body.contains("nobody can log in"), "{}", answer.body);
     assert_eq!(users[1].get("/key?key=a").await.status, 401, "the page has a password");
 }
 
