@@ -226,8 +226,8 @@ impl Console {
         let client = self.backend.client().await?;
         let session = sessions.find(headers, access);
         let token = session.as_ref().and_then(|(_, token, _)| token.clone());
-        // The server answers this only to root, and counts a refused question as a failed request. So a user's session is
-        // doubted only where visitors could also be somebody else, and for writes.
+        // The server tells only root whether it has users, and counts a refused question as a failed request. So it is not
+        // asked for each page of a user: only if the page has a password, and for writes.
         let is_user = matches!(session, Some((Who::User(_), ..)));
         let is_sure = is_user && self.password.is_none() && access != Access::Write;
         let has_users = is_sure || self.backend.is_auth_enabled(&client.with_token(token)).await?;
